@@ -6,7 +6,7 @@ settings, and on nothing else:
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
     dropped.jsonl     with `keep_dropped`: all that was dropped
-    drops.json        what was dropped, counts and samples
+    drops.json        the ledger: what was taken, kept and left out, with samples
 """
 
 import hashlib
@@ -22,11 +22,12 @@ from typing import IO, NamedTuple, TypeVar
 import numpy as np
 
 from data_prep.clean import clean
-from data_prep.drops import REASONS, DropLog
 from data_prep.encode import TextEncoder
-from data_prep.read import RawDocument, read_documents
+from data_prep.formats.base import BadRecord, RawDocument, Record, SourceFile
+from data_prep.ledger import REASONS, Ledger, Left, size
+from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
-from data_prep.sources import SourceFile
+from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
 from multicls.files import atomic_write, write_json
 
@@ -61,7 +62,7 @@ class Document(NamedTuple):
 
     raw: RawDocument  # without its text, but for a short document
     hash: int  # of its sentences
-    characters: int
+    characters: int  # that the ledger counts
     tokens: np.ndarray  # (N,)
     lengths: np.ndarray  # (S,) tokens of each sentence
     members: int = 1  # number of documents of the input that were joined to it
@@ -69,33 +70,38 @@ class Document(NamedTuple):
 
 def build_unit(
     unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path, shard_tokens: int
-) -> None:
+) -> str:
     """Builds a unit's folder `work / unit.key`, unless it exists; a UserError if a file cannot be reached.
 
+    Returns the path of a file that has changed since it was listed, and then builds nothing; else "".
     `tokenizer` is a tokenizer.json; another content has another name.
     """
     target = work / unit.key
     if target.exists():
-        return
+        return ""
     # A scheduler may take a worker for dead that still runs, and build its unit again elsewhere. So
     # each has its own folder; the first to finish gives the unit.
     with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
         folder = Path(scratch, unit.key)
         folder.mkdir()
         with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
-            builder = _Builder(settings, load_encoder(tokenizer), DropLog(file=file))
+            builder = _Builder(settings, load_encoder(tokenizer), Ledger(file=file))
             documents = builder.encode(builder.clean(unit))
             try:
-                _write(folder, builder.join_short(documents), shard_tokens)
+                _write(folder, builder.keep(builder.join_short(documents)), shard_tokens)
             except Exception as error:
                 error.add_note(f"in {unit}")
                 raise
-        write_json(folder / "drops.json", builder.drops.to_json())
+        if changed := [file.path for file in unit.files if has_changed(file)]:
+            return changed[0]
+        builder.ledger.close(unit)
+        write_json(folder / "drops.json", builder.ledger.to_json())
         try:
             folder.rename(target)
         except OSError:
             if not target.exists():
                 raise
+    return ""
 
 
 def keeper(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
@@ -125,49 +131,50 @@ def _batched(
 
 
 class _Builder(NamedTuple):
-    """The steps from files to documents; `drops` counts what each step leaves out."""
+    """The steps from files to documents; each enters into `ledger` what it leaves out."""
 
     settings: BuildOptions
     encoder: TextEncoder
-    drops: DropLog
+    ledger: Ledger
 
     def clean(self, unit: Unit) -> Iterator[tuple[RawDocument, list[str]]]:
         """Yields each document with sentences, without its text, and the sentences."""
-        settings, drops = self.settings, self.drops
+        settings, ledger = self.settings, self.ledger
         for raw in self._read(unit):
-            if raw.dropped:
-                kind = REASONS[raw.dropped]
-                lost = raw.lost if kind.is_loss else 0
-                drops.documents[raw.source] += kind.unit == "documents"
-                drops.text[raw.source] += lost
-                drops.add(raw.dropped, raw, raw.text or raw.title, lost)
+            if isinstance(raw, BadRecord):
+                ledger.take(raw.source, raw.characters, REASONS[raw.reason].unit == "documents")
+                ledger.add(raw.reason, raw, raw.text, raw.characters)
                 continue
-            drops.documents[raw.source] += 1
-            counted = drops.text[raw.source]
+            ledger.take(raw.source, size(raw.text) + sum(entry.characters for entry in raw.left))
+            self._leave(raw, raw.left)
             try:
-                sentences = clean(raw, settings.rules, settings.language, drops)
+                sentences, out = clean(raw, settings.rules, settings.language)
             except FATAL:
                 raise
             except BaseException as error:  # of a library: costs this document only
-                drops.text[raw.source] = counted + len(raw.text)
                 self._failed(error, raw, [raw.text])
                 continue
+            self._leave(raw, out)
             if sentences:
-                yield raw._replace(text=""), sentences
+                yield raw._replace(text="", left=()), sentences
             else:
                 reason = "documents_without_sentences" if raw.text.strip() else "documents_empty"
-                drops.add(reason, raw, raw.text.strip() or raw.title, 0)
+                ledger.add(reason, raw, raw.text.strip() or raw.title, 0)
 
-    def _read(self, unit: Unit) -> Iterator[RawDocument]:
+    def _read(self, unit: Unit) -> Iterator[Record]:
         """Yields the documents of a unit, up to the limit of each source."""
-        limit, read = self.settings.limit or math.inf, self.drops.documents
+        limit, read = self.settings.limit or math.inf, self.ledger.documents
         for file in unit.files:
             documents = read_documents(file, self.settings) if read[file.source] < limit else ()
             yield from takewhile(lambda raw: read[raw.source] < limit, documents)
 
+    def _leave(self, raw: RawDocument, entries: Iterable[Left]) -> None:
+        for entry in entries:
+            self.ledger.add(entry.reason, raw, entry.text, entry.characters, entry.cases)
+
     def _failed(self, error: BaseException, raw: RawDocument, texts: list[str]) -> None:
         message = f"{type(error).__name__}: {error}: {chr(10).join(texts)}"
-        self.drops.add("documents_failed", raw, message, sum(map(len, texts)))
+        self.ledger.add("documents_failed", raw, message, sum(map(size, texts)))
 
     def encode(self, documents: Iterable[tuple[RawDocument, list[str]]]) -> Iterator[Document]:
         """Yields the documents as tokens, encoding many sentences at a time."""
@@ -194,18 +201,17 @@ class _Builder(NamedTuple):
         kept = (lengths > 0) & (lengths <= MOST_TOKENS)
         for i in np.flatnonzero(~kept):
             reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
-            self.drops.add(reason, raw, sentences[i], len(sentences[i]))
+            self.ledger.add(reason, raw, sentences[i], size(sentences[i]))
         if not kept.all():
             sentences = list(compress(sentences, kept))
             tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
         if not sentences:
-            self.drops.add("documents_without_sentences", raw, raw.title, 0)
+            self.ledger.add("documents_without_sentences", raw, raw.title, 0)
             return
         text = "\n".join(sentences)
-        characters = len(text) - len(sentences) + 1
         is_short = len(sentences) < self.settings.min_sentences  # and may be dropped with its text
         raw = raw._replace(text=text) if is_short else raw
-        yield Document(raw, _hash(text.encode()), characters, tokens, lengths)
+        yield Document(raw, _hash(text.encode()), size(text), tokens, lengths)
 
     def join_short(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
@@ -241,9 +247,15 @@ class _Builder(NamedTuple):
         raw = group[0].raw._replace(text="")
         yield Document(raw, _hash(hashes), characters, tokens, lengths, len(group))
 
+    def keep(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields the documents and counts them as kept."""
+        for document in documents:
+            self.ledger.keep(document.raw.source, document.characters)
+            yield document
+
     def _drop(self, reason: str, *documents: Document) -> None:
         for document in documents:
-            self.drops.add(reason, document.raw, document.raw.text, document.characters)
+            self.ledger.add(reason, document.raw, document.raw.text, document.characters)
 
 
 def _hash(data: bytes) -> int:

@@ -2,22 +2,24 @@
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable
-from itertools import chain, compress, filterfalse, pairwise
+from itertools import filterfalse, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.drops import DropLog
-from data_prep.read import RawDocument, unescape
-from data_prep.sentences import QUOTES, split_paragraph
-from data_prep.sources import Layout
-from data_prep.wikitext import HOLE, mend_extract, plain_text
+from data_prep.formats.base import Layout, RawDocument
+from data_prep.formats.tables import without_tags
+from data_prep.ledger import HOLE, Left, left, size
+from data_prep.sentences import LONG_WIDE, NO_SPACES, NO_STOPS, QUOTES, cut_long, split_paragraph
+from data_prep.wikitext import mend_extract, plain_text
 
 HEADING_LENGTH = 100
 LONGEST_SENTENCE = 10_000
 PROSE_LENGTH = 150
+_PAGE_ENDS = re.compile(r"\n*\f\n*")  # a paragraph may go on on the next page
+_NO_STOPS = re.compile(f"[{NO_STOPS}]")
+FEWEST_LINES, LINE_WORDS = 3, 4  # lines, and words of each, of a text without full stops
 BAD_CHARACTER = "\ufffd"  # REPLACEMENT CHARACTER: a byte that is not UTF-8
 
 
@@ -28,42 +30,62 @@ class Line(NamedTuple):
     level: int = 0
 
 
-def clean(raw: RawDocument, rules: frozenset[str], language: str, drops: DropLog) -> list[str]:
-    """Returns the sentences of a document that the rules (of `settings.RULES`) keep."""
-    text = plain_text(raw.text) if raw.layout == "wikitext" else raw.text
-    drops.text[raw.source] += len(text)
-    is_typeset = "\f" in text
-    if is_typeset and "markup" in rules:
-        text = _without_page_lines(text, raw, drops)
-    text = text.replace("\f", "\n")
-    if "unicode" in rules:
-        text = _plain_characters(text, raw, drops)
-    if "markup" in rules and raw.layout == "markdown":
-        text = _without_markup(text, raw, drops)
-    elif "markup" in rules and raw.layout == "wikipedia":
-        text = mend_extract(text)
-    lines = lines_of(text, raw.layout, is_typeset)
-    if raw.layout in ("wikitext", "wikipedia"):
-        lines = _with_holes(lines, raw.layout, "holes" in rules)
-    else:
-        rules -= {"holes"}
+def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[str], list[Left]]:
+    """Returns the sentences of a document that the rules (of `settings.RULES`) keep, and what is left out."""
+    out, is_wiki = list[Left](), raw.layout in ("wikitext", "wikipedia")
+    text = _rewritten(raw.text, rules, raw.layout, out)
+    is_typeset = raw.layout == "plain" and "\f" in raw.text  # as pdftotext writes it
+    lines = lines_of(text, "pages" if is_typeset else raw.layout, out)
+    lines = _with_holes(lines, raw.layout, "holes" in rules) if is_wiki else lines
+    rules = rules if is_wiki else rules - {"holes"}
     titles, lines = lines[: raw.titles], lines[raw.titles :]
     if raw.layout in ("sentences", "lines"):
         rules -= LINE_RULES.keys()
     for rule, (reason, find) in LINE_RULES.items():
-        dropped = find(lines, raw.layout) if rule in rules else ()
-        for i in sorted(dropped):
-            drops.add(reason, raw, lines[i].text, len(lines[i].text))
+        dropped = find(lines, raw.layout) if rule in rules else set()
+        if rule == "headings" and raw.layout in ("plain", "pages"):
+            kept = without_stops(lines, dropped)
+            out += [Left("lines_without_stops", lines[i].text, 0) for i in sorted(kept)]
+            dropped -= kept
+        out += [left(reason, lines[i].text) for i in sorted(dropped)]
         lines = [line for i, line in enumerate(lines) if i not in dropped]
     texts = [line.text.strip() for line in (*titles, *lines)]
     if raw.layout != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
+        if any(len(text) > LONG_WIDE for text in texts):
+            texts = [piece for text in texts for piece in _cut(text, out)]
     for rule, (reason, is_bad) in SENTENCE_RULES.items():
         if rule in rules and (bad := list(filter(is_bad, texts))):
-            for sentence in bad:
-                drops.add(reason, raw, sentence, len(sentence))
+            out += [left(reason, sentence) for sentence in bad]
             texts = list(filterfalse(is_bad, texts))
-    return texts
+    return texts, out
+
+
+def _cut(sentence: str, out: list[Left]) -> list[str]:
+    pieces = cut_long(sentence)
+    if len(pieces) > 1:
+        out.append(Left("sentences_cut", sentence, 0))
+    return pieces
+
+
+def _rewritten(text: str, rules: frozenset[str], layout: Layout, out: list[Left]) -> str:
+    """Returns the text without markup and with plain characters; adds to `out` what goes."""
+    if layout == "wikitext":
+        before, text = text, plain_text(text)
+        out.append(Left("characters_of_wikitext", before, size(before) - size(text)))
+    text = _PAGE_ENDS.sub("\n", text) if "\f" in text else text
+    if "unicode" in rules:
+        text = _plain_characters(text, out)
+    if "markup" in rules and layout == "markdown":
+        text = _without_markup(text, out)
+    elif "markup" in rules and layout == "plain" and "|" in text:
+        text = _without_tables(text, out)
+    elif "markup" in rules and layout == "wikipedia":
+        before = text
+        text, removed = mend_extract(text)
+        if removed:
+            out.append(Left("characters_of_markup", before, removed))
+    return text
 
 
 # From text to lines.
@@ -73,19 +95,26 @@ _HEADING["plain"] = _HEADING["markdown"] = re.compile(r"(#{1,6})(?: +(.*?))?[ #]
 _QUOTES_OPEN = tuple(QUOTES + "‘'")
 
 
-def lines_of(text: str, layout: Layout, is_typeset: bool = False) -> list[Line]:
-    """Returns the paragraphs of a document, with the levels of headings where markup marks them."""
-    lines = text.split("\n")
+def lines_of(text: str, layout: Layout, out: list[Left]) -> list[Line]:
+    """Returns the paragraphs of a document, with the levels of headings where markup marks them.
+
+    The marks of headings and items, and hyphens at line ends, are added to `out`.
+    """
+    lines, marks = text.split("\n"), 0
     if layout == "markdown":
-        texts = markdown_paragraphs(lines)
-    elif layout == "plain":
-        texts = unwrap(lines, is_typeset)
+        texts, marks = markdown_paragraphs(lines)
+    elif layout in ("plain", "pages"):
+        texts, marks = unwrap(lines, layout == "pages")
     else:
         texts = [line for line in lines if line.strip()]
     heading, marked = _HEADING.get(layout), list[Line]()
     for text in texts:
-        match = heading.fullmatch(text) if heading else None
+        match = heading.fullmatch(text) if heading and text[0] in "#=" else None
+        if match:
+            marks += size(text) - size(match[2] or "")
         marked.append(Line(match[2] or "", len(match[1])) if match else Line(text))
+    if marks:
+        out.append(Left("characters_of_layout", "", marks))
     return marked
 
 
@@ -93,17 +122,22 @@ def lines_of(text: str, layout: Layout, is_typeset: bool = False) -> list[Line]:
 
 WIDTHS = np.arange(50, 161)  # columns at which text is taken to be wrapped
 LEAST_SHARE = 0.25  # of the line breaks that the width explains; in other text it is about 0.1
+BREAKS = 4096  # line breaks that decide on the width, taken at equal distances
 TYPESET_SHARE = 0.9  # of the length that nine of ten lines of a typeset text have at most
 CAPITAL_SHARE = 0.15  # of the words; German has 0.3, English 0.05
 FEWEST_RECORDS = 4  # lines; fewer may be one wrapped sentence
+WIDE_SHARE = 0.3  # of the characters; more are a text without spaces between words
+LEAST_WIDE, MOST_WIDE = 16, 0.1  # columns of such a text, and share of the lines that are longer
 _LINE_ENDS_SENTENCE = (r"[.!?…][\"”’')\]]*\s+\S", r"[.!?…:;][\"”’')\]]*\s*$")
 _HYPHENATED = re.compile(r"(\w+)-\n([a-zß-öø-ÿ]\w*)")
 _ITEM = re.compile(r"\s*(?:[-*•+–]|\d{1,3}[.)]|\(?[a-z]\))\s")
 _BROKEN_WORD = re.compile(r"(?<=\w-)\n(?=\w)|(?<=--)\n(?=\w)")
+_BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{NO_SPACES}])\n(?=[{NO_SPACES}])")
+_FIRST_WORD = re.compile(f"[^\\s{NO_SPACES}]+")
 
 
-def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
-    """Returns the paragraphs of a text, without blank lines.
+def unwrap(lines: list[str], is_typeset: bool = False) -> tuple[list[str], int]:
+    """Returns the paragraphs of a text, without blank lines, and the number of hyphens that go.
 
     Text wrapped at W columns has a break where the next word would pass W. So each break implies
     that W is at least the line's length and at most that with the next line's first word. A break
@@ -112,36 +146,68 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> list[str]:
     Lines of a typeset text, of pages, are of one width but not of one number of characters.
     """
     filled = [line for line in lines if line.strip()]
-    lines = [line.expandtabs().rstrip() for line in lines]
-    pairs = list(pairwise(["", *lines]))
-    may_join = [bool(a and b) and not _begins_paragraph(a, b) for a, b in pairs]
-    breaks = list(compress(pairs, may_join))
+    lines = [line.expandtabs().rstrip() if "\t" in line else line.rstrip() for line in lines]
+    may_join = [bool(a and b) and not _begins_paragraph(a, b) for a, b in pairwise(["", *lines])]
+    places = np.flatnonzero(may_join)
+    places = places[:: len(places) // BREAKS + 1].tolist()
+    breaks = [(lines[i - 1], lines[i]) for i in places]
     if not breaks:
-        return filled
+        return filled, 0
+    sample = "".join(filled[:: len(filled) // 400 + 1])
+    is_wide = len(re.findall(f"[{NO_SPACES}]", sample)) > WIDE_SHARE * len(sample)
+    width = _wide_width(breaks) if is_wide else _width(breaks, filled, is_typeset)
+    if not width:
+        return filled, 0
+    paragraphs: list[str] = []
+    for i, line in enumerate(lines):
+        text = line.lstrip()
+        if may_join[i] and (text[0].islower() or _next_end(lines[i - 1], text, is_wide) >= width):
+            paragraphs[-1] += f"\n{text}"
+        elif text:
+            paragraphs.append(text)
+    marks = 0
+    if any("-\n" in text for text in paragraphs):
+        whole = "\n".join(lines)
+        mended = [_mended(text, whole) if "-\n" in text else text for text in paragraphs]
+        marks = sum(map(size, paragraphs)) - sum(map(size, mended))
+        paragraphs = mended
+    return [_BREAK_WITHOUT_SPACE.sub("", text).replace("\n", " ") for text in paragraphs], marks
+
+
+def _width(breaks: list[tuple[str, str]], filled: list[str], is_typeset: bool) -> float:
+    """Returns the width at which a text with spaces was wrapped; 0 if it was not."""
     length = np.array([len(line) for line, _ in breaks])
     longest = length + [len(following.split(None, 1)[0]) for _, following in breaks]
-    capital = 0.0 if _has_capital_nouns(lines) else -1.0
+    if is_typeset:
+        return float(TYPESET_SHARE * np.quantile(length, 0.9))
+    capital = 0.0 if _has_capital_nouns(filled) else -1.0
     votes = np.array([capital if b.lstrip()[0].isupper() else 1.0 for _, b in breaks])
     explains = (length[:, None] <= WIDTHS) & (longest[:, None] >= WIDTHS)  # (breaks, widths)
     totals = votes @ explains
     best = int(totals.argmax())
-    width = WIDTHS[best]
     is_wrapped = totals[best] > 0 and explains[:, best].mean() >= LEAST_SHARE
-    if is_typeset:
-        width, is_wrapped = TYPESET_SHARE * np.quantile(length, 0.9), True
     if not is_wrapped or _are_records(filled[:: max(len(filled) // 400, 1)]):
-        return filled
-    paragraphs: list[str] = []
-    for (last, line), joins in zip(pairs, may_join, strict=True):
-        text = line.lstrip()
-        if joins and (text[0].islower() or len(last) + len(text.split(None, 1)[0]) >= width):
-            paragraphs[-1] += f"\n{text}"
-        elif text:
-            paragraphs.append(text)
-    if any("-\n" in text for text in paragraphs):
-        whole = "\n".join(lines)
-        paragraphs = [_mended(text, whole) if "-\n" in text else text for text in paragraphs]
-    return [text.replace("\n", " ") for text in paragraphs]
+        return 0.0
+    return float(WIDTHS[best])
+
+
+def _wide_width(breaks: list[tuple[str, str]]) -> float:
+    """Returns the width of a text without spaces, whose full lines have about one length; 0 if it was not wrapped."""
+    length = np.array([len(line) for line, _ in breaks])
+    ends = np.array([_next_end(line, following.lstrip(), True) for line, following in breaks])
+    widths = np.arange(LEAST_WIDE, max(length.max(), LEAST_WIDE) + 1)
+    fits = [((length <= width) & (ends >= width)).mean() for width in widths]
+    best = int(np.argmax(fits))
+    is_wrapped = fits[best] >= LEAST_SHARE and (length > widths[best]).mean() <= MOST_WIDE
+    return float(widths[best]) if is_wrapped else 0.0
+
+
+def _next_end(last: str, text: str, is_wide: bool) -> int:
+    """Returns the length of a line with the first word of the next one; without spaces, two characters."""
+    if not is_wide:
+        return len(last) + len(text.split(None, 1)[0])
+    word = _FIRST_WORD.match(text)
+    return len(last) + max(len(word[0]) if word else 0, 2)
 
 
 def _mended(text: str, document: str) -> str:
@@ -195,7 +261,8 @@ def _with_holes(lines: list[Line], layout: Layout, wanted: bool) -> list[Line]:
         if layout == "wikipedia":
             lost = following.text[:1] not in _QUOTES_OPEN
         if text[-1:] == ":" and (lost or following.level):
-            line = Line(text[:-1] + HOLE + ":")
+            place = len(text) - 1
+            line = Line(line.text[:place] + HOLE + line.text[place:])
         result.append(line)
     return result
 
@@ -212,64 +279,68 @@ _UNDERLINED = re.compile(
     r"(?m)(?<![^\n]\n)^(?![ \t]*(?:[#>|*+-]|\d+[.)]))(\S.*)\n(?:=+|-{2,})[ \t]*$"
 )
 _IMAGE = re.compile(  # or the mark of a footnote
-    r"!\[[^\]]*\](?:\([^()\s]*(?:\([^()]*\)[^()]*)*[^()]*\)|\[[^\]]*\])"
+    r"![[^\]\n]{0,200}\](?:\([^()\s]*(?:\([^()\n]*\)[^()\n]*)*[^()\n]*\)|\[[^\]\n]*\])"
     r"|(?<=[^\s`(])\[\^[\w-]+\](?!:)|(?m:^)\[\^[\w-]+\]:"
 )
-_LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]\n]*\])")
+_LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()\n]|\([^()\n]*\))*\)|\[[^\]\n]*\])")
 _EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|__|`+|\*)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
-_MARKUP_TAG = re.compile(r"</?[a-zA-Z][^<>\n]*>")
+_ADDRESS = re.compile(r"<((?:https?://|mailto:)[^<>\s]+)>")
+_TABLE = re.compile(r"(?m)^[ \t]*\|[^\n]*\|[ \t]*$")
 
 
-def _without_markup(text: str, raw: RawDocument, drops: DropLog) -> str:
+def _without_markup(text: str, out: list[Left]) -> str:
     """Returns Markdown's text without code, tables and the targets of links."""
+    before, found = size(text), len(out)
 
     def drop(match: re.Match[str]) -> str:
-        lines = match[0].strip("\n").count("\n") + 1
-        drops.add("lines_markup", raw, match[0], len(match[0]), lines)
+        out.append(left("lines_markup", match[0], match[0].strip("\n").count("\n") + 1))
         return ""
 
     text = _UNDERLINED.sub(r"# \1", _BLOCKS.sub(drop, text))
-    for pattern, target in ((_IMAGE, ""), (_LINK, r"\1"), (_EMPHASIS, r"\2"), (_MARKUP_TAG, "")):
-        if found := [match[0] for match in pattern.finditer(text)]:
-            before, text = len(text), pattern.sub(target, text)
-            drops.add("characters_of_markup", raw, " ".join(found), before - len(text), len(found))
-    return unescape(text).replace("\xa0", " ")
+    before -= sum(entry.characters for entry in out[found:])
+    examples, count = list[str](), 0
+    for pattern, target in ((_IMAGE, ""), (_LINK, r"\1"), (_EMPHASIS, r"\2"), (_ADDRESS, r"\1")):
+        if matches := [match[0] for match in pattern.finditer(text)]:
+            examples += matches[:3]
+            count += len(matches)
+            text = pattern.sub(target, text)
+    text = without_tags(text).replace("\xa0", " ")
+    if count or size(text) != before:
+        example = " ".join(examples)
+        out.append(Left("characters_of_markup", example, before - size(text), max(count, 1)))
+    return text
 
 
-def markdown_paragraphs(lines: list[str]) -> list[str]:
-    """Returns the paragraphs of Markdown: a line continues the last, but for a heading or an item."""
-    paragraphs, is_open = list[str](), False
+def _without_tables(text: str, out: list[Left]) -> str:
+    """Returns a plain text without the rows of tables, which begin and end with a bar."""
+
+    def drop(match: re.Match[str]) -> str:
+        out.append(left("lines_of_tables", match[0]))
+        return ""
+
+    return _TABLE.sub(drop, text) if len(_TABLE.findall(text)) > 1 else text
+
+
+def markdown_paragraphs(lines: list[str]) -> tuple[list[str], int]:
+    """Returns the paragraphs of Markdown and the number of characters of the marks that go.
+
+    A line continues the last one, unless it is a heading or an item.
+    """
+    paragraphs, is_open, marks = list[str](), False, 0
     for line in lines:
         text = line.lstrip(" \t>").rstrip()
         text = text if text.strip("-=*_ ") else ""  # a rule
         is_marked = text.startswith("#")
         item = _ITEM.match(text)
+        marks += size(line) - size(text) if len(text) < len(line) else 0
         if is_open and text and not is_marked and not item:
-            paragraphs[-1] += f" {text}"
+            paragraphs[-1] += f"\n{text}"
         elif text:
             paragraphs.append(text[item.end() :] if item else text)
+            marks += size(item[0]) if item else 0
         is_open = bool(text) and not is_marked
-    return list(filter(None, paragraphs))
-
-
-def _without_page_lines(text: str, raw: RawDocument, drops: DropLog) -> str:
-    """Returns a text of pages, divided by form feeds, without headers and footers.
-
-    These are the two first or last lines of a page that occur on at least half of the pages, whatever their numbers.
-    """
-    pages = [page.split("\n") for page in text.split("\f") if page.strip()]
-    edges = list[dict[int, str]]()  # of each page, the places of these lines, and their text
-    for page in pages:
-        filled = [i for i, line in enumerate(page) if line.strip()]
-        edges.append({i: re.sub(r"\d+", "0", page[i].strip()) for i in filled[:2] + filled[-2:]})
-    repeated = Counter(chain.from_iterable(set(edge.values()) for edge in edges))
-    for page, edge in zip(pages, edges, strict=True):
-        for i, line in edge.items():
-            if repeated[line] >= max(3, len(pages) / 2):
-                drops.add("lines_of_pages", raw, page[i], len(page[i]))
-                page[i] = ""
-    texts = ("\n".join(page).strip("\n") for page in pages)
-    return "\n".join(filter(None, texts))  # a paragraph may go on on the next page
+    joined = (_BREAK_WITHOUT_SPACE.sub("", text).replace("\n", " ") for text in paragraphs)
+    return list(filter(str.strip, joined)), marks
 
 
 # The rule for the text.
@@ -283,23 +354,29 @@ _SPECIAL = re.compile(
 )
 
 
-def _plain_characters(text: str, raw: RawDocument, drops: DropLog) -> str:
+def _plain_characters(text: str, out: list[Left]) -> str:
     """Returns the text with plain characters; counts those that are removed."""
-    removed: list[str] = []
+    removed, composed = list[str](), 0
 
     def plain(match: re.Match[str]) -> str:
+        nonlocal composed
         if match[0].isspace():
             return "\n" if match[0] in _LINE_ENDS else " "
         if match[0] in _LIGATURES:
-            return unicodedata.normalize("NFKC", match[0])
+            written = unicodedata.normalize("NFKC", match[0])
+            composed -= len(written) - 1
+            return written
         removed.append(f"U+{ord(match[0]):04X}")
         return ""
 
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text)
+    if not unicodedata.is_normalized("NFC", text):
+        before, text = text, unicodedata.normalize("NFC", text)
+        composed = size(before) - size(text)
     text = _SPECIAL.sub(plain, text.replace("\r\n", "\n"))
     if removed:
-        drops.add("characters_control", raw, " ".join(removed), 0, len(removed))
+        out.append(Left("characters_control", " ".join(removed), len(removed), len(removed)))
+    if composed:
+        out.append(Left("characters_composed", "", composed))
     return text
 
 
@@ -353,7 +430,7 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     fewer are a heading, ten if indented.
     """
     text = paragraph.strip()
-    if len(text) > HEADING_LENGTH:
+    if len(text) > HEADING_LENGTH or (not text.isascii() and _NO_STOPS.search(text)):
         return False
     last = text.rstrip(QUOTES + " ’')]")[-1:]  # blanks, too: tokenized text ends with ? ''
     if not last or not unicodedata.category(last).startswith("P"):
@@ -387,9 +464,9 @@ def _end_matter(lines: list[Line], layout: Layout) -> set[int]:
 def _headings(lines: list[Line], layout: Layout) -> set[int]:
     dotted = layout == "wikipedia"
     found = {i for i, (text, level) in enumerate(lines) if level or is_heading(text, dotted)}
-    if layout not in ("plain", "markdown"):
+    if layout not in ("plain", "pages", "markdown"):
         return found
-    return {i for i in found if lines[i].level or not _is_sentence(lines, i)}
+    return {i for i in found if lines[i].level or not _is_sentence(lines[i].text.strip())}
 
 
 _MARKS_AFTER_END = re.compile(r"(?:\s*(?:\[\d{1,3}\]|[¹²³⁰-⁹*†‡]))+$")
@@ -397,24 +474,22 @@ _EMOJI = "\u2600-\u27bf\ufe0f\u200d\U0001f000-\U0001faff"
 _ENDS_WITH_EMOJI = re.compile(rf"[{_EMOJI}]$|\s[:;]-?[)(DP]$")
 
 
-def _is_sentence(lines: list[Line], i: int) -> bool:
-    """Returns whether a line without final punctuation is a sentence nevertheless.
-
-    So are: a line that ends with an emoji; one with a full stop before a footnote's mark; one of five words or more
-    that ends with a bracket; and one of eight words or more between two others as long.
-    """
-    text = lines[i].text.strip()
-    if _CHAPTER.fullmatch(text):
-        return False
+def _is_sentence(text: str) -> bool:
+    """Returns whether a line without final punctuation ends with an emoji, or a full stop before a footnote's mark."""
     bare = _MARKS_AFTER_END.sub("", text)
-    words = len(text.split())
-    if (bare != text and bare[-1:] in ".!?…") or _ENDS_WITH_EMOJI.search(text):
-        return words >= 3
-    if text[-1:] == ")" and words >= 5:
-        return True
-    if words < 8 or not 0 < i < len(lines) - 1:
-        return False
-    return all(8 <= len(lines[k].text.split()) <= 2 * words for k in (i - 1, i + 1))
+    is_ended = (bare != text and bare[-1:] in ".!?…") or _ENDS_WITH_EMOJI.search(text) is not None
+    return is_ended and len(text.split()) >= 3
+
+
+def without_stops(lines: list[Line], found: set[int]) -> set[int]:
+    """Returns the lines, of those that look like headings, of a text that has no full stops at all.
+
+    Most lines of speech, chats and verse look like headings, and have several words.
+    """
+    texts = {i: lines[i].text for i in found if not lines[i].level}
+    words = sum(len(text.split()) for text in texts.values())
+    is_text = len(texts) >= FEWEST_LINES and words >= LINE_WORDS * len(texts)
+    return set(texts) if is_text and len(texts) > len(lines) / 2 else set()
 
 
 LINE_RULES = {

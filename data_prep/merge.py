@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, keeper
-from data_prep.drops import DropLog
+from data_prep.ledger import Ledger
 from data_prep.pool import Pool, run_all
 from multicls.corpus import Shard, write_shard
 from multicls.files import atomic_write, read_json, sha256_of, write_json
@@ -24,7 +24,7 @@ class Merged(NamedTuple):
 
     shards: list[dict[str, Any]]  # the manifest's entries, with their counts by source
     frequency: np.ndarray  # (V,) number of passages that contain each token
-    drops: DropLog
+    drops: Ledger
 
 
 def merge(
@@ -35,7 +35,7 @@ def merge(
         (folder, output / f"shard-{number:05d}", copied, vocabulary_size)
         for number, (folder, copied) in enumerate(zip(folders, copies, strict=True))
     ]
-    drops, frequency = DropLog(), np.zeros(vocabulary_size, np.int64)
+    drops, frequency = Ledger(), np.zeros(vocabulary_size, np.int64)
     entries: dict[int, list[dict[str, Any]]] = {}
     for number, unit in run_all(merge_unit, calls, pool):
         drops.merge(unit.drops.to_json())
@@ -85,7 +85,7 @@ def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: in
         target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
         link_shard(folder / source, target)
         shards.append({"name": target.name} | entry)
-    return Merged(shards, np.load(folder / FREQUENCY), DropLog(merged["drops"]))
+    return Merged(shards, np.load(folder / FREQUENCY), Ledger(merged["drops"]))
 
 
 def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> None:
@@ -93,7 +93,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
     table, frequency = np.load(folder / "documents.npy"), np.zeros(vocabulary_size, np.int32)
     shards, rewritten = list[tuple[int, str, dict[str, Any]]](), list[Path]()
     with keeper(folder / COPIES_TEXT, (folder / DROPPED_TEXT).exists()) as file:
-        drops = DropLog(read_json(folder / "drops.json"), file)
+        drops = Ledger(read_json(folder / "drops.json"), file)
         for number in np.unique(table["file"]).tolist():
             path, inside = folder / f"rows-{number}.arrow", table["file"] == number
             documents, goes = table[inside], copied[inside]
@@ -103,6 +103,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
                 reason = "documents_duplicate" if goes[i] else "joined_documents"
                 lost = int(documents["characters"][i]) if goes[i] else 0
                 drops.add(reason, row, row.title, lost, count)
+                drops.keep(row.source, -lost)
             if goes.any():
                 rewritten.append(path)
                 path = path.with_name(f"kept-{path.name}")
@@ -111,6 +112,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
             if not goes.all():
                 entry = _describe_shard(path, documents["rows"][~goes], frequency)
                 shards.append((number, path.name, entry))
+    drops.close(folder)
     with atomic_write(folder / FREQUENCY, "wb") as file:
         np.save(file, frequency)
     done = {"copied": np.flatnonzero(copied).tolist(), "shards": shards, "drops": drops.to_json()}

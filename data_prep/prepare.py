@@ -28,6 +28,9 @@ from tqdm import tqdm
 
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
+from data_prep.formats import FORMATS
+from data_prep.formats.base import SourceFile
+from data_prep.ledger import remedies
 from data_prep.merge import (
     FREQUENCY,
     PASSAGE,
@@ -39,7 +42,7 @@ from data_prep.merge import (
 )
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
-from data_prep.sources import OPENERS, Skipped, SourceFile, list_inputs
+from data_prep.sources import Skipped, list_inputs
 from multicls.console import count, print_line, progress_bar
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
@@ -48,9 +51,9 @@ from multicls.files import LOCK, atomic_write, locked, write_json
 DROPPED = "dropped.json"  # samples of what was dropped, by reason, and all paths that were skipped
 SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and all workers have some
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
-LONG_HOURS = 0.5  # of a unit that are worth a line at the start
+CHANGES = 3  # of the input while it is read, after which a run ends
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 5  # of the files of a unit
+UNITS_VERSION = 6  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
@@ -91,11 +94,19 @@ def prepare(
             tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
-            calls = [(unit, options, work, tokenizer, shard_tokens) for unit in job.units]
-            folders = [work / unit.key for unit in job.units]
-            workers = min(options.workers or len(os.sched_getaffinity(0)), len(folders))
+            fixed = options, work, tokenizer, shard_tokens
+            workers = min(options.workers or len(os.sched_getaffinity(0)), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
-                _build(calls, [not folder.exists() for folder in folders], pool)
+                for _ in range(CHANGES):
+                    calls = [(unit, *fixed) for unit in job.units]
+                    folders = [work / unit.key for unit in job.units]
+                    changed = _build(calls, [not folder.exists() for folder in folders], pool)
+                    if not changed:
+                        break
+                    print_line(f"{changed}: changed while it was read; reading it again")
+                    job = _describe_job(options, output, small_unit)
+                else:
+                    raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 copies = find_copies(folders, "duplicate_documents" in options.rules)
                 lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
                 for folder in compress(folders, lost):
@@ -118,14 +129,20 @@ def prepare(
     return Corpus(output)
 
 
-def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> None:
-    """Builds the missing ones of the units, the largest first: then the workers end together."""
+def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> str:
+    """Builds the missing ones of the units, the largest first: then the workers end together.
+
+    Returns the path of a file that has changed since it was listed, or "".
+    """
+    changed = ""
     missing = list(compress(calls, is_missing))
     missing.sort(key=lambda call: -sum(file.size for file in call[0].files))
     done = len(calls) - len(missing)
     with progress_bar(len(calls), "unit", "build", initial=done, disable=not missing) as progress:
-        for _ in run_all(build_unit, missing, pool):
+        for _, path in run_all(build_unit, missing, pool):
+            changed = changed or path
             progress.update()
+    return changed
 
 
 def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
@@ -150,8 +167,8 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     skipped = [entry for entry in skipped if not _real_folder(entry.path).startswith(inside)]
     if not files:
         raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
-    for path, reason in skipped[:20]:
-        print_line(f"skipped: {path}: {reason}")
+    for entry in skipped[:20]:
+        print_line(f"skipped: {entry}")
     if len(skipped) > 20:
         print_line(f"skipped: {len(skipped) - 20:,} more; {DROPPED} lists all")
     tokenizer_files = load_tokenizer_files(options.tokenizer)
@@ -172,12 +189,6 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
     print_line(f"input: {shape} in {count(len(units), 'unit')}")
-    for file in chain.from_iterable(unit.files for unit in units):
-        if (hours := _hours(file)) >= LONG_HOURS:
-            print_line(
-                f"note: {file}: cannot be divided: one process reads it for about {hours:.1f} hours, "
-                "and from the beginning after a stop; cut it into files of some 100 MB"
-            )
     return Job(units, skipped, tokenizer_files, identity | {"input": described})
 
 
@@ -219,23 +230,18 @@ def group_units(
 
 def _shares(file: SourceFile, large: int) -> Iterator[SourceFile]:
     """Yields a file, or the shares of a large one that can be cut."""
-    suffix = os.path.splitext(file.path)[1]
-    can_be_cut = suffix not in OPENERS and file.format in ("jsonl", "arrow", "parquet", "mediawiki")
-    can_be_cut |= suffix not in OPENERS and file.layout == "sentences" and file.format == "text"
-    can_be_cut |= file.format == "mediawiki" and "multistream" in file.name and suffix == ".bz2"
+    is_text = file.encoding == "utf-8" and not file.packed
+    can_be_cut = FORMATS[file.format].can_cut and is_text
+    if file.format == "text":  # only rows that are sentences
+        can_be_cut &= file.layout == "sentences"
+    if file.format == "mediawiki" and file.packed == "bz2":
+        can_be_cut = "multistream" in file.name
     if not can_be_cut or file.size <= large:
         yield file
         return
     for start in range(0, file.size, large):
         stop = min(start + large, file.size)
         yield file._replace(start=start, stop=stop, size=stop - start)
-
-
-def _hours(file: SourceFile) -> float:
-    """Estimates how long a process takes for a file: 0.1 s a MB of text, 0.4 of XML, a fourth of it compressed."""
-    seconds = 0.4 if file.format == "mediawiki" else 0.1
-    packed = 4 if os.path.splitext(file.path)[1] in OPENERS else 1
-    return seconds * packed * file.size / 1e6 / 3600
 
 
 def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
@@ -260,12 +266,15 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
 
 def _finish(output: Path, job: Job, merged: Merged) -> None:
     """Writes frequencies, samples and tokenizer files and, last, the manifest."""
-    skipped, drops = Counter(reason for _, reason in job.skipped), merged.drops.by_reason()
+    skipped = Counter(entry.reason for entry in job.skipped)
+    drops = merged.drops.by_reason()
     if not merged.shards:
-        listed = ", ".join(f"{reason} {n}" for reason, n in sorted((skipped | drops).items()))
+        reasons = skipped + Counter(drops)
+        listed = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+        advice = remedies(reasons)
         raise UserError(
             f"no document of {job.made_from['settings']['min_sentences']} sentences in the input (left out: "
-            f"{listed or 'nothing'}); --min_sentences and --short_documents join take shorter ones."
+            f"{listed or 'nothing'})" + (f"; {advice}." if advice else ".")
         )
     size, held_out = len(merged.frequency), job.made_from["input"]["validation_sources"]
     named = set(chain.from_iterable(entry["sources"] for entry in merged.shards))
@@ -275,7 +284,8 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             f"--validation_input: no {side} document is left: too short, or copies; --min_sentences and "
             "--without duplicate_documents keep more."
         )
-    write_json(output / DROPPED, merged.drops.to_json() | {"skipped": sorted(job.skipped)})
+    paths = [entry._asdict() for entry in sorted(job.skipped)]
+    write_json(output / DROPPED, merged.drops.to_json() | {"skipped": paths})
     with atomic_write(output / FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.settings import BuildOptions, CorpusOptions, ExampleOptions, ShowOptions
+from data_prep.settings import BuildOptions, CorpusOptions, ShowOptions, StatsOptions
 from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, parse
@@ -26,7 +26,7 @@ OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better tha
 
 def build(options: BuildOptions) -> None:
     """Prepares a corpus folder, or continues a run that was stopped."""
-    from data_prep.drops import last_lines
+    from data_prep.ledger import last_lines
     from data_prep.prepare import prepare
 
     try:
@@ -42,13 +42,14 @@ def build(options: BuildOptions) -> None:
     command = ["python", "pretrain/run.py", "--model", model, "--corpus", options.output]
     command += ["--recipe", "own_text" if tokens < OWN_TEXT else "base"]
     made = [("corpus", f"{options.output} ({size})"), *last_lines(corpus)]
-    print_summary(made, "" if options.sample else shlex.join(command))
+    has_next = not options.sample and documents > 1  # pretraining holds out one document
+    print_summary(made, shlex.join(command) if has_next else "")
 
 
 COMMANDS: dict[str, type[Settings]] = {
     "build": BuildOptions,
     "show": ShowOptions,
-    "stats": ExampleOptions,
+    "stats": StatsOptions,
     "verify": CorpusOptions,
 }
 

@@ -1,28 +1,27 @@
 """Settings of data preparation. Imports nothing heavy, so that help and errors are printed at once."""
 
+import codecs
 from typing import Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
 from multicls.settings import Settings
 
 MIN_SENTENCES = 6  # a document needs two sentences for each of three parts
 # Rules of cleaning; docs/data.md explains each.
-TextRule = Literal["unicode", "markup", "end_matter", "headings", "holes"]
+TextRule = Literal["unicode", "html", "main_text", "markup", "end_matter", "headings", "holes"]
 SentenceRule = Literal["replacement_characters", "sentences_without_letter", "long_sentences"]
 Rule = Literal[TextRule, SentenceRule, "duplicate_documents"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-RowFormat = Literal["jsonl", "json", "csv", "parquet"]
-FileFormat = Literal["ipynb", "srt", "wikiextractor", "wikipedia", "mediawiki", "html"]
-Format = Literal["auto", "text", RowFormat, FileFormat]
-# Languages for which sentencex 1.0 has rules; of any other word it would make English.
+# Languages for which sentencex 1.0 has rules, and those that its English splits well.
 LANGUAGES = (
-    "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
+    "auto am ar bg bn bo ca da de el en es fi fr gu hi hy it ja km kk kn lo ml mr my nl pa pl pt ru sk ta te th "
+    "uk ur zh"
 )
 INPUT_HELP = (
     "[NAME=]WHAT: files, folders (also compressed, or fsspec URLs), wikipedia[:DATE.LANGUAGE], "
-    "bookcorpus, bookcorpusopen, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME names the source"
+    "bookcorpus, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME names the source"
 )
 
 
@@ -32,7 +31,11 @@ class BuildOptions(Settings):
     input: list[str] = Field(min_length=1, description=INPUT_HELP)
     include: list[str] = Field([], description="read only these files of a folder, like *.txt")
     exclude: list[str] = Field([], description="leave out these files of a folder")
-    format: Format = Field("auto", description="wikipedia: an article a row, a paragraph a line")
+    format: str = Field(
+        "auto",
+        description="text, jsonl ... (docs/data.md), or wikipedia: an article a row, a paragraph a line",
+    )
+    encoding: str = Field("utf-8", description="of text that is not UTF-8, such as cp1252")
     documents: Literal["file", "blank_line", "sentences"] = Field(
         "file", description="plain text: a document is a file or block, or each line is a sentence"
     )
@@ -41,7 +44,9 @@ class BuildOptions(Settings):
         description="lines: each line is a message or a record of its own; none is a heading",
     )
     text_field: list[str] = Field(
-        ["text"], min_length=1, description="field of rows with the text; several are joined"
+        ["text"],
+        min_length=1,
+        description="field of the text, or its path, such as body.text; several are joined",
     )
     tokenizer: str = Field(description="folder or Hub id of a tokenizer, or the word sample")
     min_sentences: PositiveInt = Field(
@@ -51,9 +56,9 @@ class BuildOptions(Settings):
         "drop", description="drop short documents, or join them in the order of the input"
     )
     language: str = Field(
-        "en",
+        "auto",
         pattern=f"^({LANGUAGES.replace(' ', '|')})$",
-        description=f"whose rules split sentences: {LANGUAGES}; or a related one",
+        description=f"whose rules split sentences: {LANGUAGES}; auto: by the script",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
     validation_input: list[str] = Field(
@@ -71,6 +76,14 @@ class BuildOptions(Settings):
     sample: bool = Field(False, exclude=True, description="prepare the sample with its tokenizer")
     workers: NonNegativeInt = Field(0, exclude=True, description="processes; 0: one for each core")
     scheduler: str | None = Field(None, exclude=True, description="Dask cluster's file or address")
+
+    @field_validator("encoding")
+    @classmethod
+    def _encoding(cls, value: str) -> str:
+        try:
+            return codecs.lookup(value).name
+        except LookupError:
+            raise ValueError(f"no encoding that Python knows: {value}") from None
 
     @property
     def rules(self) -> frozenset[str]:
@@ -101,6 +114,12 @@ class ExampleOptions(CorpusOptions):
     seq_length: PositiveInt = Field(128, description="tokens of a sequence")
     num_facets: int = Field(5, ge=0, description="extra CLS tokens of a sequence")
     num_parts: int = Field(3, ge=2, le=3, description="parts of an example; 2: pairs")
+
+
+class StatsOptions(ExampleOptions):
+    """Prints sources, drops, lengths and what training sees."""
+
+    as_json: bool = Field(False, alias="json", description="print all of it as a JSON object")
 
 
 class ShowOptions(ExampleOptions):

@@ -1,59 +1,31 @@
 """Lists what `--input` names: files and folders, also by fsspec URL, and data sets of the Hub."""
 
-import bz2
-import codecs
-import csv
-import gzip
-import io
-import json
 import lzma
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from data_prep.formats import FORMATS
+from data_prep.formats.base import Layout, SourceFile, printable, stem
+from data_prep.formats.recognise import layout_of, missing_fields, recognise
+from data_prep.formats.tables import schema_paths
+from data_prep.ledger import skip_text
 from data_prep.settings import BuildOptions
 from multicls.console import progress_bar
 from multicls.errors import UserError, did_you_mean, first_line
-from multicls.tables import separator_of
+from multicls.files import missing_folder
 
-OPENERS: dict[str, Callable[[Any], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
-}
-HEAD_BYTES = 1 << 16
 LOCAL = fsspec.filesystem("file")
-
-_NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
-_SUFFIXES = {".csv": "csv", ".tsv": "csv", ".ipynb": "ipynb", ".srt": "srt", ".json": "json"}
-_SUFFIXES |= {".html": "html", ".htm": "html", ".xhtml": "html"}
-_MARKDOWN = (".md", ".markdown")
-_PROSE = ("", ".txt", ".text", ".asc", *_MARKDOWN)  # suffixes of text; others are code or markup
-_BEGINNINGS = {  # of texts: format, and the reason to skip the file
-    r"(?s)(?=<).{0,2000}<mediawiki": ("mediawiki", ""),
-    r"<doc id=": ("wikiextractor", ""),
-    r"(?i)<(?:!doctype\s+html|html|head|body)\b": ("html", ""),
-    r"<\?xml|<(?:rss|feed|TEI)\b": ("", "XML that is not MediaWiki"),
-    r'\{[ \t]*"[^"\n]*"[ \t]*:': ("jsonl", ""),
-    r'\[\s*\{\s*"[^"\n]*"\s*:': ("json", ""),
-}
-
-# What the lines of a text are. plain: text with blank lines between paragraphs; markdown: such text with markup; lines:
-# a message each; wikipedia: paragraphs of an article; sentences: a sentence each; paragraphs; wikitext: its markup.
-Layout = Literal["plain", "markdown", "lines", "wikipedia", "sentences", "paragraphs", "wikitext"]
 LAYOUTS: dict[str, Layout] = {
     "wikimedia/wikipedia": "wikipedia",
     "bookcorpus/bookcorpus": "sentences",
@@ -62,36 +34,20 @@ PRESETS = {  # name: data set of the Hub, configuration, revision
     "wikipedia": ("wikimedia/wikipedia", "20231101.en", None),
     # `datasets` does not run its loading script; this branch is the Hub's own conversion.
     "bookcorpus": ("bookcorpus/bookcorpus", "plain_text", "refs/convert/parquet"),
-    "bookcorpusopen": ("lucadiliello/bookcorpusopen", None, None),
 }
-
-
-class SourceFile(NamedTuple):
-    """An input file, or a share of a file that is built as if it were a file.
-
-    All fields but the path identify it: it may lie elsewhere the next time.
-    """
-
-    path: str  # absolute local path or URL
-    source: str  # name of the input that it belongs to
-    name: str  # of the file below its input
-    format: str  # of `settings.Format`, or arrow
-    size: int  # bytes on disk, 0 if not known
-    version: str  # changes with the content: modification time or entity tag
-    layout: Layout = "plain"
-    start: int = 0  # first byte of a share
-    stop: int = 0  # end of the share; 0 for the whole file
-    hub: str = ""  # OWNER/DATASET, if it comes from the Hub
-
-    def __str__(self) -> str:
-        return printable(self.path)
+_NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
 
 
 class Skipped(NamedTuple):
-    """A path that is not read, and the reason."""
+    """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
 
     path: str
     reason: str
+    bytes: int = 0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {skip_text(self.reason, self.detail)}"
 
 
 Entry = SourceFile | Skipped
@@ -103,6 +59,8 @@ def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]
     Raises a UserError that names all inputs that are missing or of which nothing can be read.
     """
     files, skipped, problems = list[SourceFile](), list[Skipped](), list[str]()
+    if settings.format not in ("auto", "wikipedia", *FORMATS):
+        raise UserError(f"--format {settings.format}: no such format. Known: {', '.join(FORMATS)}.")
     for word in settings.input:
         named = None if os.path.exists(word) else _NAMED.fullmatch(word)
         source, what = named.groups() if named else ("", word)
@@ -115,8 +73,9 @@ def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]
         skipped += reasons
         files += [entry for entry in entries if isinstance(entry, SourceFile)]
         if len(reasons) == len(entries):
-            counts = Counter(reason for _, reason in reasons) or {"no file in this folder": 1}
-            why = ", ".join(f"{number} x {reason}" for reason, number in counts.items())
+            counts = Counter(skip_text(entry.reason, entry.detail) for entry in reasons)
+            listed = (f"{number} x {reason}" for reason, number in counts.most_common(5))
+            why = ", ".join(listed) or "no file in this folder"
             problems.append(f"--input {printable(what)}: nothing can be read: {why}.")
     if problems:
         raise UserError(*problems)
@@ -129,7 +88,8 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> Iterable[Entr
     if is_data_set or not (is_url or os.path.lexists(what)):
         return _list_data_set(source, what, is_data_set, settings)
     base = os.path.basename(what.rstrip("/") if is_url else os.path.realpath(what))
-    source = source or printable(base if os.path.isdir(what) else stem(base))
+    whole = SourceFile(what, "", base, "", 0, "")
+    source = source or printable(base if os.path.isdir(what) else stem(whole))
     entries = list[Entry]()
     bar = progress_bar(0, "file", "list", delay=5.0)
     with ThreadPoolExecutor(32) as pool, bar:  # remote files answer slowly
@@ -155,7 +115,7 @@ def _walk(source: str, what: str) -> Iterator[Entry]:
             listing = system.ls(folder, detail=True)
         except OSError as error:
             reason = error.strerror or "no such file or folder"
-            yield Skipped(printable(folder), f"unreadable: {reason}")
+            yield Skipped(printable(folder), "unreadable", detail=reason)
             continue
         for details in listing:
             path = details["name"].rstrip("/")
@@ -174,15 +134,31 @@ def _file(system: Any, source: str, name: str, details: dict[str, Any]) -> Entry
     try:
         details = system.info(path) if details.get("islink") else details
     except OSError as error:
-        return Skipped(printable(path), f"unreadable: {error.strerror}")
+        return Skipped(printable(path), "unreadable", detail=error.strerror or "")
     if details["type"] == "directory":
-        return Skipped(printable(path), "link to a folder")
+        return Skipped(printable(path), "link")
     if details["type"] != "file":
-        return Skipped(printable(path), "no file (a pipe, socket or device)")
-    tags = (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash", "mtime"))
-    version = str(next(filter(None, tags), None) or system.ukey(path))
+        return Skipped(printable(path), "no_file")
+    version = _version(system, path, details)
     path = path if system is LOCAL else system.unstrip_protocol(path)
     return SourceFile(path, source, printable(name), "", details.get("size") or 0, version)
+
+
+def _version(system: Any, path: str, details: dict[str, Any]) -> str:
+    """Returns what changes with the content of a file: an entity tag or the time of its last change."""
+    tags = (details.get(key) for key in ("ETag", "etag", "blob_id", "md5Hash", "mtime"))
+    return str(next(filter(None, tags), None) or system.ukey(path))
+
+
+def has_changed(file: SourceFile) -> bool:
+    """Returns whether a file is no longer the one that was listed."""
+    try:
+        if "://" not in file.path:
+            return str(os.stat(file.path).st_mtime) != file.version
+        system, path = fsspec.core.url_to_fs(file.path, use_listings_cache=False)
+        return _version(system, path, system.info(path)) != file.version
+    except OSError:
+        return True
 
 
 def _list_data_set(
@@ -197,6 +173,8 @@ def _list_data_set(
     if not is_folder and (hub.count("/") != 1 or hub.startswith(".") or ":" in split):
         known = did_you_mean(name, PRESETS) if "/" not in what else ""
         raise UserError(f"--input {printable(what)}: no such file or folder.{known}")
+    if not is_folder and name not in PRESETS and (missing := _missing(name)):
+        raise UserError(f"--input {printable(what)}: {missing}")
     datasets.disable_progress_bars()
     try:
         if is_folder:
@@ -212,15 +190,25 @@ def _list_data_set(
         ) from None
     base = os.path.basename(os.path.realpath(what) if is_folder else hub)
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
-    if reason := missing_fields(settings, splits[0].column_names):
-        yield Skipped(printable(what), reason)
+    if reason := missing_fields(settings, schema_paths(splits[0].features.arrow_schema)):
+        yield Skipped(printable(what), "missing_field", detail=reason)
         return
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
         name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
         size, version = os.path.getsize(path), str(os.path.getmtime(path))
         place = os.path.abspath(path), source or base, name
-        layout = _layout(settings, LAYOUTS.get(hub, "plain"))
+        layout = layout_of(settings, LAYOUTS.get(hub, "plain"))
         yield SourceFile(*place, "arrow", size, version, layout, hub="" if is_folder else hub)
+
+
+def _missing(name: str) -> str:
+    """Returns why `OWNER/DATASET` is no data set of the Hub but a mistyped path; "" if it may be one."""
+    if missing := missing_folder(name):
+        return missing
+    folder = Path(name).parent
+    near = did_you_mean(Path(name).name, [p.name for p in folder.glob("*")], listed=False)
+    is_folder = folder.is_dir() or os.path.splitext(name)[1][1:] in ("txt", "gz", "jsonl", "csv")
+    return f"no such file or folder.{near}" if near or is_folder else ""
 
 
 def _inspect(settings: BuildOptions, file: Entry) -> Entry:
@@ -229,78 +217,20 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
         return file
     name, path = file.name, printable(file.path)
     if "/." in f"/{name}":
-        return Skipped(path, "hidden")
+        return Skipped(path, "hidden", file.size)
     is_excluded = any(fnmatchcase(name, pattern) for pattern in settings.exclude)
     if is_excluded or not any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"]):
-        return Skipped(path, "excluded")
+        return Skipped(path, "excluded", file.size)
     try:
-        with open_bytes(file.path) as stream:
-            head = _head(stream)
-            file_format, reason = _format(head, name, settings.format)
-            names = [] if reason else _field_names(stream, head, file_format)
+        found = recognise(file, settings)
     except Exception as error:
         reason = "" if "://" in file.path else getattr(error, "strerror", "")
-        return Skipped(path, f"unreadable: {reason}" if reason else damage(file, error))
-    if reason or (reason := missing_fields(settings, names)):
-        return Skipped(path, reason)
-    is_markdown = file_format == "ipynb" or _suffix(name) in _MARKDOWN
-    known: Layout = "markdown" if is_markdown and settings.format == "auto" else "plain"
-    return file._replace(format=file_format, layout=_layout(settings, known))
-
-
-def _head(stream: Any) -> bytes:
-    """Returns the first bytes of a file; of a damaged one, those that can be read, if there are any."""
-    head = b""
-    try:
-        while len(head) < HEAD_BYTES and (chunk := stream.read(min(512, HEAD_BYTES - len(head)))):
-            head += chunk
-    except Exception:
-        if not head:
-            raise
-    return head
-
-
-def _field_names(stream: Any, head: bytes, file_format: str) -> list[str]:
-    """Returns the fields of the first records of a file; none if it has no fields, or none can be read.
-
-    All complete records of the first 64 KB count: a header or a bad record costs itself only.
-    """
-    if file_format == "parquet":
-        stream.seek(0)
-        with suppress(OSError, pa.ArrowException):
-            return list(pq.read_schema(stream).names)
-    text = head.decode("utf-8-sig", "replace")
-    if file_format == "csv":
-        mark = separator_of(text.partition("\n")[0])
-        return next(csv.reader(io.StringIO(text), delimiter=mark), [])
-    if file_format not in ("json", "jsonl"):
-        return []
-    names, decode = list[str](), json.JSONDecoder().raw_decode
-    for rest in text.split("\n") if file_format == "jsonl" else [text.strip().removeprefix("[")]:
-        with suppress(ValueError, RecursionError):  # a bad record, or the last one, which is cut
-            while rest := rest.lstrip(", \t\r\n"):
-                record, end = decode(rest)
-                names += record if isinstance(record, dict) else []
-                rest = rest[end:]
-    return names
-
-
-def missing_fields(settings: BuildOptions, names: list[str]) -> str:
-    """Returns the reason to skip a file whose records have `names`; "" if these have all text fields."""
-    missing = [field for field in settings.text_field if field not in names]
-    if not names or not missing:
-        return ""
-    hint = did_you_mean(missing[0], dict.fromkeys(names))
-    return f"no field {' and '.join(map(repr, missing))}; set --text_field.{hint}".rstrip(".")
-
-
-def _layout(settings: BuildOptions, known: Layout = "plain") -> Layout:
-    """Returns the layout that the settings name, or else the known one."""
-    if settings.documents == "sentences":
-        return "sentences"
-    if settings.layout == "lines":
-        return "lines"
-    return "wikipedia" if settings.format == "wikipedia" else known
+        if reason:
+            return Skipped(path, "unreadable", file.size, reason)
+        return Skipped(path, "damaged", file.size, damage(file, error))
+    if found.reason:
+        return Skipped(path, found.reason, file.size, found.detail)
+    return found.file
 
 
 def damage(file: SourceFile, error: Exception) -> str:
@@ -311,89 +241,4 @@ def damage(file: SourceFile, error: Exception) -> str:
     is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
     if not is_torn and ("://" in file.path or getattr(error, "errno", None) is not None):
         raise UserError(f"{file}: cannot be read: {first_line(error)}; try again.") from error
-    return f"damaged: {first_line(error)}"
-
-
-@contextmanager
-def open_bytes(path: str) -> Iterator[IO[bytes]]:
-    """Opens a local path or an fsspec URL; decompresses by its suffix."""
-    decompress = OPENERS.get(os.path.splitext(path)[1], nullcontext)
-    with open_raw(path) as raw, decompress(raw) as stream:
-        yield stream
-
-
-def open_raw(path: str) -> Any:
-    """Opens a local path or an fsspec URL, and decompresses nothing."""
-    return fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18)
-
-
-def unread(file: SourceFile, seen: int) -> int:
-    """Estimates the characters of a damaged file after the `seen` ones; compressed, it has as many a byte as before."""
-    suffix = os.path.splitext(file.path)[1]
-    if suffix not in OPENERS or not seen:
-        return max(file.size - seen, 0)
-    with open_raw(file.path) as raw:
-        with suppress(Exception), OPENERS[suffix](raw) as stream:
-            while stream.read(1 << 20):
-                pass
-        return round(seen * max(file.size / max(raw.tell(), 1) - 1, 0))
-
-
-def _format(head: bytes, name: str, wanted: str) -> tuple[str, str]:
-    """Returns the format of a file from its first bytes, and the reason to skip it, or ""."""
-    is_free = wanted in ("auto", "wikipedia")
-    if not head:
-        return "", "empty"
-    if wanted == "parquet" or (is_free and head.startswith(b"PAR1")):
-        return "parquet", ""
-    if head.startswith(b"%PDF-"):
-        return "", "PDF; convert it (pdftotext -layout FILE.pdf, of poppler-utils)"
-    if b"\0" in head:
-        return "", "binary, or UTF-16 (iconv -f utf-16 -t utf-8 converts it)"
-    text = head.decode("utf-8-sig", "replace").lstrip()
-    try:
-        codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
-    except UnicodeDecodeError as error:
-        if text.count("\ufffd") > len(text) / 200:  # else single bad bytes
-            remedy = "(iconv -f cp1252 -t utf-8 FILE > NEW, if it is Western European)"
-            return "", f"not UTF-8 at byte {error.start}; convert it {remedy}"
-    file_format, reason = _guess(text, name) if is_free else (wanted, "")
-    if file_format == "html":
-        try:
-            import trafilatura  # noqa: F401
-        except ImportError:
-            reason = "HTML; `pip install trafilatura lxml_html_clean` extracts it, or --format text"
-    return file_format, reason
-
-
-def _guess(text: str, name: str) -> tuple[str, str]:
-    """Returns the format by the suffix, or else by the first characters of a text, and the reason to skip it."""
-    suffix = _suffix(name)
-    if suffix in (".json", ".jsonl", ".ndjson"):
-        ends_inside = r"[^\n]*[^}\s]" if suffix == ".json" else ""  # an object, of its first line
-        return ("json" if re.match(rf"\[|\{{({ends_inside})?\s*\n", text) else "jsonl"), ""
-    if suffix in _SUFFIXES:
-        return _SUFFIXES[suffix], ""
-    for beginning, (file_format, reason) in _BEGINNINGS.items():
-        if re.match(beginning, text):
-            return file_format, reason
-    if suffix in _PROSE or not re.fullmatch(r"\.[a-z]\w{0,9}", suffix):
-        return "text", ""
-    return "", f"{suffix}: not known as prose (code or markup); --format text reads it as text"
-
-
-def _suffix(name: str) -> str:
-    """Returns the suffix of a file, in small letters, without that of compression."""
-    base, suffix = os.path.splitext(name.lower())
-    return os.path.splitext(base)[1] if suffix in OPENERS else suffix
-
-
-def stem(name: str) -> str:
-    """Returns the name of a file without folder, suffix and suffix of compression."""
-    base, suffix = os.path.splitext(os.path.basename(name))
-    return os.path.splitext(base)[0] if suffix in OPENERS else base
-
-
-def printable(path: str) -> str:
-    """Returns a path as text that can be encoded; bytes that are not UTF-8 become `\\xff`."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return first_line(error)

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from data_prep.drops import DropLog
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
-from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions
+from data_prep.ledger import Ledger, last_lines
+from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions, StatsOptions
 from multicls.console import count, print_summary
 from multicls.corpus import Corpus, Shard
 from multicls.errors import UserError
@@ -155,8 +155,8 @@ def _long_sentences(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduceat(tokens * factors[places], begins), rows
 
 
-def stats(options: ExampleOptions) -> None:
-    """Prints what a finished corpus holds, and what training sees of it."""
+def describe(options: ExampleOptions) -> dict[str, Any]:
+    """Returns the numbers of a corpus and of what training sees of it, as JSON values."""
     corpus = Corpus(options.corpus)
     tokenizer = Tokenizer.from_file(str(corpus.path / "tokenizer.json"))
     special = special_ids(corpus, tokenizer, options.num_facets)
@@ -167,29 +167,63 @@ def stats(options: ExampleOptions) -> None:
         "tokens a document": tokens,
         "tokens a sentence": np.concatenate([np.diff(corpus.row(row).offsets) for row in rows]),
     }
-    manifest, drops = corpus.manifest, DropLog(read_json(corpus.path / "dropped.json"))
-    units = ("document", "row", "sentence", "token")
-    holds = ", ".join(count(manifest[f"{unit}s"], unit) for unit in units)
-    print_summary([("corpus", visible(options.corpus)), ("holds", holds), ("kept", drops.kept())])
-    sources = pd.DataFrame(manifest["sources"]).T.rename(index=visible)
-    print(f"\n{sources.map('{:,}'.format).to_string()}\n")
     table = {name: pd.Series(values).describe(PERCENTILES) for name, values in lengths.items()}
-    print(pd.DataFrame(table).T.to_string(float_format="{:,.1f}".format), end="\n\n")
-    for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
-        print(f"{'joined' if 'joined' in reason else 'left out'}: {number:,}  {visible(reason)}")
-        for _, source, document, text in drops.samples[reason][:3]:
+    manifest, record = corpus.manifest, read_json(corpus.path / "dropped.json")
+    ledger = Ledger(record)
+    characters = ledger.totals()[1]
+    found = {
+        "corpus": options.corpus,
+        **{unit: manifest[unit] for unit in ("documents", "rows", "sentences", "tokens")},
+        "kept": dict(last_lines(corpus))["kept"],
+        "characters": {"taken": dict(ledger.text), "kept": dict(ledger.kept)},
+        "sources": manifest["sources"],
+        "lengths": json.loads(pd.DataFrame(table).to_json()),
+        "left_out": {
+            reason: {
+                "cases": number,
+                "characters": characters[reason],
+                "samples": [sample[1:] for sample in ledger.samples[reason][:3]],
+            }
+            for reason, number in sorted(manifest["dropped"].items(), key=lambda item: -item[1])
+        },
+        "skipped": record["skipped"],
+        "seq_length": json.loads(training.T.to_json()),
+    }
+    if not training.empty:
+        hint = length_hint(training, lengths["tokens a sentence"])
+        padding = training["padding"][options.seq_length]
+        if padding > MOST_PADDING and "joined_documents" not in manifest["dropped"]:
+            hint += "; or join short documents (--short_documents join)"
+        more = [*vocabulary_fit(corpus, tokenizer), ("copies", held_out_copies(corpus))]
+        found |= {"length that fits": hint, **dict(more)}
+    return found
+
+
+def stats(options: StatsOptions) -> None:
+    """Prints what a finished corpus holds, and what training sees of it."""
+    found = describe(options)
+    if options.as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    units = ("document", "row", "sentence", "token")
+    holds = ", ".join(count(found[f"{unit}s"], unit) for unit in units)
+    print_summary([("corpus", visible(options.corpus)), ("holds", holds), ("kept", found["kept"])])
+    sources = pd.DataFrame(found["sources"]).T.rename(index=visible)
+    print(f"\n{sources.map('{:,}'.format).to_string()}\n")
+    lengths = pd.DataFrame(found["lengths"]).T
+    print(lengths.to_string(float_format="{:,.1f}".format), end="\n\n")
+    for reason, entry in found["left_out"].items():
+        print(f"{'joined' if 'joined' in reason else 'left out'}: {entry['cases']:,}  {reason}")
+        for source, document, text in entry["samples"]:
             print(f"      {visible(f'{text} ({source}: {document})')[:110]}")
+    training = pd.DataFrame(found["seq_length"]).T.rename_axis("seq_length")
     if training.empty:
         why = f"no document has {options.num_parts} sentences"
         print(f"\nno example: {why}; prepare it with --short_documents join")
         return
     print(f"\n{training.to_string(float_format='{:.1%}'.format)}\n")
-    hint = length_hint(training, lengths["tokens a sentence"])
-    padding = training["padding"][options.seq_length]
-    if padding > MOST_PADDING and "joined_documents" not in manifest["dropped"]:
-        hint += "; or join short documents (--short_documents join)"
-    more = [*vocabulary_fit(corpus, tokenizer), ("copies", held_out_copies(corpus))]
-    print_summary([("length that fits", hint), *more])
+    names = ("length that fits", "vocabulary", "warning", "copies")
+    print_summary([(name, found[name]) for name in names if name in found])
 
 
 def visible(text: str) -> str:

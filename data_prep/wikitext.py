@@ -10,7 +10,8 @@ import mwparserfromhell
 from mwparserfromhell import nodes
 from mwparserfromhell.wikicode import Wikicode
 
-HOLE = "\ufdd0"  # something that is no text stood here; a noncharacter, so no text has it
+from data_prep.ledger import HOLE, size
+
 _ITEM = "\x1f"  # INFORMATION SEPARATOR: a list's item begins here and ends with the line
 _HEADING = "\x1d"  # GROUP SEPARATOR, once for each level of a heading
 _SILENT_TAGS = {"ref", "references", "table", "gallery", "timeline", "score", "imagemap"}
@@ -57,14 +58,15 @@ def plain_text(markup: str) -> str:
     return "\n".join(paragraphs)
 
 
-def mend_extract(text: str) -> str:
-    """Returns an extract without the tags, empty brackets and blanks before commas that WikiExtractor leaves in it."""
-    lines = text.split("\n")
+def mend_extract(text: str) -> tuple[str, int]:
+    """Returns an extract without the tags, empty brackets and blanks before commas of WikiExtractor, and their size."""
+    lines, removed = text.split("\n"), 0
     for i, line in enumerate(lines):  # searches for strings take far less time than patterns
         is_odd = "<" in line or " ," in line or " )" in line or "[]" in line
         if is_odd or ("(" in line and _ODD_OPENING.search(line)):
             lines[i] = _mended(line)
-    return "\n".join(lines)
+            removed += size(line) - size(lines[i])
+    return "\n".join(lines), removed
 
 
 def _mended(line: str) -> str:

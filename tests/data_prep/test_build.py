@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from data_prep import build, clean, merge, pool, prepare, run
-from data_prep.drops import DropLog, last_lines
 from data_prep.examples import ExampleStream
+from data_prep.ledger import Ledger, last_lines
 from data_prep.merge import link_shard
 from multicls.corpus import MAX_TOKENS, Corpus
 from multicls.errors import UserError
@@ -459,26 +459,20 @@ def test_each_worker_of_a_large_cluster_has_calls(monkeypatch: pytest.MonkeyPatc
     assert sorted(results) == [(i, i * i) for i in range(1000)] and max(waited) == 600
 
 
-def test_the_log_shows_twenty_skipped_files_and_large_ones_that_cannot_be_cut(
-    texts: Path,
-    tiny_tokenizer: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_log_shows_twenty_skipped_files(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (texts / "large.txt.gz").write_bytes(gzip.compress(os.urandom(9000).hex(".", 3).encode()))
-    monkeypatch.setattr(prepare, "LONG_HOURS", 5e-7)
     for i in range(23):
         (texts / f"{i}.py").write_text("x = 1")
     corpus = prepared(tiny_tokenizer, tmp_path / "out", texts)
     printed = capsys.readouterr().out
-    assert re.findall(r"note: .*/(.*): cannot be divided: .* 0.0 hours", printed) == [
-        "large.txt.gz"
-    ]
-    assert printed.count("not known as prose") == 20 and "3 more; dropped.json lists all" in printed
+    assert (
+        printed.count("the suffix is one of code") == 20
+        and "3 more; dropped.json lists all" in printed
+    )
     assert len(json.loads((corpus.path / "dropped.json").read_text())["skipped"]) == 23
     skipped = dict(last_lines(corpus))["skipped"]
-    assert skipped.startswith("23 files: 23 x .py: not known as prose")
+    assert skipped.startswith("23 files, 0.0 MB of text that is not read: 23 x the suffix")
 
 
 # A trial, dropped text, a validation set of one's own.
@@ -498,7 +492,7 @@ def test_a_trial_reads_the_first_documents_of_each_source(
     ids = [(corpus.row(i).source, corpus.row(i).id.split("#")[0]) for i in range(corpus.num_rows)]
     assert ids == [("a", "0.jsonl")] * 2 + [("a", "1.jsonl")] * 2
     assert corpus.manifest["dropped"] == {"records_not_json": 2, "documents_duplicate": 4}
-    assert DropLog(json.loads((corpus.path / "dropped.json").read_text())).documents.total() == 10
+    assert Ledger(json.loads((corpus.path / "dropped.json").read_text())).documents.total() == 10
 
 
 def test_all_that_is_dropped_can_be_kept(tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -642,13 +636,25 @@ def test_what_a_damaged_file_lost_counts(
     data[len(data) // 2 : len(data) // 2 + 99] = bytes(99)
     (tmp_path / "a.txt.bz2").write_bytes(data)
     (tmp_path / "b.txt").write_text(story(6))
-    drops = DropLog(
-        json.loads(
-            (prepared(tiny_tokenizer, tmp_path / "out", tmp_path).path / "dropped.json").read_text()
-        )
-    )
-    assert re.fullmatch(r"[23] of 3 documents, (4[5-9]|5[0-5])\.\d% of the text", drops.kept())
-    assert drops.by_reason()["records_file_damaged"] == 1
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path)
+    report = last_lines(corpus)
+    kept = dict(report)["kept"]
+    assert re.fullmatch(r"[23] of 3 documents, at most (4[5-9]|5[0-5])\.\d% of the text", kept)
+    warning = next(text for name, text in report if name == "warning" and "is damaged" in text)
+    assert "1 file is damaged (a.txt.bz2#0-damaged)" in warning and "is unknown; " in warning
+    assert corpus.manifest["dropped"]["records_file_damaged"] == 1
+
+
+def test_a_truncated_file_is_a_warning_though_nothing_remains_to_estimate_from(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    rows = "".join(json.dumps({"text": f"{i} {story(9, i)}"}) + "\n" for i in range(2000))
+    packed = gzip.compress(rows.encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) * 9 // 10])
+    lines = last_lines(prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "a.jsonl.gz"))
+    assert "at most 100.0% of the text" in dict(lines)["kept"]
+    (warning,) = (text for name, text in lines if name == "warning")
+    assert warning.startswith("1 file is damaged") and "what it lost is unknown" in warning
 
 
 def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,7 +667,7 @@ def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.Mon
 # Bad input and other people's folders.
 
 BAD = {  # content: what the message names
-    "Il était. ".encode("latin-1"): "not UTF-8 at byte 3",
+    "Il était. ".encode("latin-1"): "text of another encoding .byte 3.; --encoding",
     story(4).encode(): "documents_too_short 1",
     b'<doc id="1" url="" title="x">\nThe cat.\n': "records_doc_not_closed 1",
     b'{"body": "a"}\n': "--text_field",

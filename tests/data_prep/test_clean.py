@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.clean import clean, is_heading, lines_of
-from data_prep.drops import SAMPLES, DropLog
-from data_prep.read import RawDocument
+from data_prep.formats.base import RawDocument
+from data_prep.ledger import HOLE, SAMPLES, Ledger, size
 from data_prep.settings import RULES
-from data_prep.wikitext import HOLE, plain_text
+from data_prep.wikitext import plain_text
 
 HEADINGS = "CHAPTER I. |II|Chapter 12. A Walk|The End|Foo (1990)|Early life|BOOK 1."
 SENTENCES = "He ran.|“Why?”|It was so:|Part of it was true.|I saw it.|`` where is he ? ''|"
@@ -54,6 +54,55 @@ def test_wrapped_text_has_the_sentences_of_the_unwrapped(width: int, overlong: b
         assert " ".join(sentences) == " ".join(" ".join(story).split())
 
 
+CHINESE = [
+    "老人每天早上都到河边去看那条旧船，他说船上的木板是他父亲年轻的时候从北方带回来的。没有人知道这是不是真的。",
+    "那一年冬天特别冷，河水结了冰，孩子们在冰上走来走去，谁也不害怕。春天来了以后，船不见了，老人也不再出门。",
+    "后来有人在下游的村子里看见了那条船，它被漆成了蓝色，停在一座新的石桥旁边。老人听了这个消息，只是笑了笑。",
+]
+THAI = "ลุงไปที่แม่น้ำทุกเช้าเพื่อดูเรือเก่า เขาบอกว่าพ่อของเขานำไม้มาจากทางเหนือ ไม่มีใครรู้ว่าจริงหรือไม่"
+
+
+@pytest.mark.parametrize("width", [20, 30, 38, 40])
+@pytest.mark.parametrize("between", ["\n", "\n\n"])
+def test_lines_of_scripts_without_blanks_are_joined(width: int, between: str) -> None:
+    for texts, indent in ((CHINESE, ""), (CHINESE, "\u3000\u3000"), ([THAI] * 3, "")):
+        story = [indent + text for text in texts * 3]
+        wrapped = ["\n".join(t[i : i + width] for i in range(0, len(t), width)) for t in story]
+        kept = "".join(cleaned(between.join(wrapped))[0])
+        assert kept.replace(" ", "") == "".join(story).replace(indent or "-", "").replace(" ", "")
+    lines = [text[:9] for text in CHINESE] * 5  # as in verse
+    assert paragraphs("\n".join(lines), "plain") == lines
+
+
+def test_a_page_without_full_stops_has_no_headings() -> None:
+    kept, ledger = cleaned("\n\n".join(["เรือเก่า", THAI, THAI]))
+    assert ledger.kept["s"] == ledger.text["s"] and kept[0] == "เรือเก่า"
+    speech = ["so we went to the shop", "and there was nobody there", "which was odd I thought"] * 4
+    kept, ledger = cleaned("\n".join(speech))
+    assert kept == speech and ledger.by_reason() == {"lines_without_stops": 12}
+    names = ["Anna Bell", "Otto Carr", "Ida Dunn"] * 4
+    assert cleaned("\n".join(names))[0] == [], "a list of names is no speech"
+
+
+def test_speech_in_one_line_is_cut_and_counted() -> None:
+    speech = "and then we went to the shop and there " * 400
+    kept, ledger = cleaned(speech)
+    assert " ".join(kept) == speech.strip() and len(kept) > 20
+    assert ledger.by_reason() == {"sentences_cut": 1}
+
+
+def test_tables_in_plain_text_go_and_code_in_markdown_stays() -> None:
+    rows = [f"| {i} | It is a row. |" for i in range(9)]
+    kept, ledger = cleaned("\n".join(["It is so.", "", *rows]))
+    assert kept == ["It is so."] and ledger.by_reason() == {"lines_of_tables": 9}
+    text = "A Vec<T> and $x<y>z$ are at <https://a.b/c>, it is so."
+    kept, ledger = cleaned(text, text_format="markdown")
+    assert kept == ["A Vec<T> and $x<y>z$ are at https://a.b/c, it is so."]
+    assert cleaned("![" * 20_000, text_format="markdown")[1].text["s"] == 40_000, (
+        "no quadratic time"
+    )
+
+
 def test_verse_and_lists_stay_lines() -> None:
     verse = ["The heron stands beside the reeds,", "And watches while the water clears;"]
     verse += ["He has but few and simple needs,"]
@@ -92,20 +141,27 @@ def test_words_broken_at_the_hyphen_are_whole() -> None:
 
 
 def paragraphs(text: str, text_format: str) -> list[str]:
-    return [line.text for line in lines_of(text, text_format)]  # type: ignore[arg-type]
+    return [line.text for line in lines_of(text, text_format, [])]  # type: ignore[arg-type]
 
 
-def cleaned(text: str, *without: str, text_format: str = "plain") -> tuple[list[str], DropLog]:
-    drops = DropLog()
+def cleaned(text: str, *without: str, text_format: str = "plain") -> tuple[list[str], Ledger]:
+    """Cleans a document; asserts that its ledger balances."""
+    ledger = Ledger()
     raw = RawDocument("s", "d", "t", text, text_format)  # type: ignore[arg-type]
-    return clean(raw, frozenset(RULES) - set(without), "en", drops), drops
+    kept, out = clean(raw, frozenset(RULES) - set(without), "auto")
+    ledger.take("s", size(text))
+    for entry in out:
+        ledger.add(entry.reason, raw, entry.text, entry.characters, entry.cases)
+    ledger.keep("s", sum(map(size, kept)))
+    ledger.close("test")
+    return kept, ledger
 
 
 # rule: (text, what is kept with the rule, what without it, the count in the manifest)
 SO, LONG = "It is so.", "A" + "a" * 10_000 + "."
 RULE_CASES = {
     "unicode": ("Cafe\u0301\u200b is\u00a0\x00so.", ["Café is so."], ["Cafe\u0301\u200b is\u00a0\x00so."],
-                {"characters_control": 2}),
+                {"characters_control": 2, "characters_composed": 1}),
     "headings": (f"Title\n\n{SO}", [SO], ["Title", SO], {"lines_heading": 1}),
     "end_matter": (f"{SO}\n\nSee also\n\nA list of things.", [SO], [SO, "A list of things."], {"lines_end_matter": 2}),
     "sentences_without_letter": (f"{SO} 1, 2, 3.", [SO], [SO, "1, 2, 3."], {"sentences_without_letter": 1}),
@@ -198,7 +254,7 @@ def test_joiners_and_right_to_left_text_are_kept() -> None:
 
 def test_samples_and_counts_do_not_depend_on_the_order() -> None:
     raws = [RawDocument(f"s{i % 2}", str(i), "", "", "plain") for i in range(100)]
-    whole, merged, part = DropLog(), DropLog(), DropLog()
+    whole, merged, part = Ledger(), Ledger(), Ledger()
     for raw in raws:
         whole.add("lines_heading", raw, "text", 4)
     for raw in reversed(raws):
@@ -210,7 +266,7 @@ def test_samples_and_counts_do_not_depend_on_the_order() -> None:
 
 
 def test_shares_remedies_and_warnings() -> None:
-    drops = DropLog()
+    drops = Ledger()
     raw = RawDocument("notes", "a#0", "", "", "plain")
     drops.documents.update(notes=10, wiki=1000)
     drops.text.update(notes=1000, wiki=9000)
@@ -219,7 +275,11 @@ def test_shares_remedies_and_warnings() -> None:
     drops.add("lines_heading", raw, "Title", 300)
     drops.add("lines_end_matter", raw._replace(source="wiki"), "Lane", 1700)
     assert drops.by_reason()["documents_too_short"] == 3
-    assert drops.kept() == "1,007 of 1,010 documents, 79.4% of the text"
+    drops.keep("notes", 640)
+    drops.keep("wiki", 7300)
+    drops.close("test")
+    assert (drops.whole(), f"{drops.share():.1%}") == (1007, "79.4%")
+    assert f"{drops.share(600, 200):.2%}" == "59.55%", "three of four bytes were read"
     shares = [(name, *re.findall(r"[\d.]+%|\w+(?=\. To)", text)) for name, text in drops.report()]
     assert shares == [
         ("left out", "0.0%", "17.0%", "lines_end_matter"),
@@ -268,7 +328,7 @@ def test_any_text_is_cleaned(text: str) -> None:
     for text_format in ("plain", "wikipedia", "wikitext", "sentences"):
         kept, drops = cleaned(text, text_format=text_format)
         assert all(sentence.strip() for sentence in kept)
-        assert sum(map(len, kept)) <= drops.text["s"] + 200
+        assert sum(map(size, kept)) == drops.kept["s"]
 
 
 MARKUP = {
@@ -346,8 +406,7 @@ TEXTS = {
     ),
     "emoji": ("Thanks for the quick help 😀", 1),
     "footnote": ("Berlin is the capital of Germany.[6]\n\nThe town has 300 people.¹", 2),
-    "bracket": ("He lived in Rome (Italy)", 1),
-    "long lines without stops": ("\n".join(["we all went to the shop and then home"] * 5), 3),
+    "long lines without stops": ("\n".join(["we all went to the shop and then home"] * 5), 5),
     "log": ("\n".join(line + "." for line in LOG), [line + "." for line in LOG]),
     "few lines of a log": (
         "\n".join(
@@ -381,17 +440,6 @@ TEXTS = {
         ),
         [sentence for text in PROSE * 2 for sentence in re.split(r"(?<=[.;?]) (?=[A-Z])", text)],
     ),
-    "pages": (
-        "\f".join(
-            f"The Title. {i}\n\nIt is a {word}.\n\nA {word} ran.\n\nHe saw a {word}.\n\nPage {i} of it."
-            for i, word in enumerate(["cat", "dog", "cow"])
-        ),
-        [
-            text.format(word)
-            for word in ["cat", "dog", "cow"]
-            for text in ("It is a {}.", "A {} ran.", "He saw a {}.")
-        ],
-    ),
 }
 
 
@@ -411,11 +459,16 @@ def test_lines_of_equal_length_and_messages_stay_lines() -> None:
 def test_markdown_is_read_without_its_markup() -> None:
     kept, drops = cleaned(MARKDOWN, text_format="markdown")
     assert kept == ["See the long page and run() it, but not Elsewhere.", "It ends here."]
-    assert drops.by_reason() | {"characters_of_markup": 0} == {
-        "characters_of_markup": 0,
+    assert drops.by_reason() == {
+        "characters_of_layout": 1,
+        "characters_of_markup": 4,
         "lines_heading": 1,
         "lines_markup": 10,
     }
+    # `**long**`, the link's brackets and target, the image, a pair of back quotes.
+    removed = len("****[](https://a.b/c_(d))![](a.png)``")
+    assert drops.characters["s"]["characters_of_markup"] == removed
+    assert drops.characters["s"]["characters_of_layout"] == len("#*")
 
 
 def test_markdown_keeps_the_prose_between_blocks() -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 import datasets
 import fsspec
@@ -20,17 +20,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import read
 from data_prep.clean import clean
-from data_prep.drops import DropLog
+from data_prep.formats import FORMATS, base
+from data_prep.formats.base import BadRecord, SourceFile
+from data_prep.formats.recognise import HEAD_BYTES
+from data_prep.formats.text import FEWEST_ROWS, MOST_ROWS
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
-from data_prep.read import FEWEST_ROWS, MOST_ROWS, RawDocument, read_documents
-from data_prep.settings import RULES, BuildOptions, Format
-from data_prep.sources import HEAD_BYTES, Skipped, SourceFile, list_inputs
+from data_prep.read import read_documents
+from data_prep.settings import RULES, BuildOptions
+from data_prep.sources import Skipped, list_inputs
 from multicls.errors import UserError
 from tests.data_prep.conftest import prepared, story
 
-FORMATS = set(get_args(Format))
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
 LINE = json.dumps({"text": "The cat sat."}) + "\n"
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256))
@@ -56,21 +57,21 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "late nul.txt": (b"The cat sat.\n" * 6000 + b"\0\n", "text", [], 1),
     "עברית.txt": ("הילד הלך.", "text", [], 1),
     "😀 name\n.txt": ("The cat sat.", "text", [], 1),
-    "latin.txt": ("Der Bär saß.".encode("latin-1"), "not UTF-8 at byte 5", [], 0),
-    "wide.txt": ("The cat sat.".encode("utf-16"), "binary, or UTF-16", [], 0),
+    "latin.txt": ("Der Bär saß.".encode("latin-1"), "not_utf8", [], 0),
+    "wide.txt": ("The cat sat.".encode("utf-16"), "utf16", [], 0),
     "nul.txt": (b"The cat\0sat.", "binary", [], 0),
-    "image.png": (PNG, "binary", [], 0),
-    "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "PDF; convert it", [], 0),
-    "packed.zip": (b"PK\x03\x04\x14\0\0\0", "binary", [], 0),
+    "image.png": (PNG, "media", [], 0),
+    "paper.pdf": (b"%PDF-1.4\n1 0 obj\nendobj\n", "pdf", ["records_file_damaged"], 0),
+    "packed.zip": (b"PK\x03\x04\x14\0\0\0", "zip", ["records_file_damaged"], 0),
     "empty.txt": (b"", "empty", [], 0),
     "good.txt.gz": (gzip.compress(b"The cat sat."), "text", [], 1),
     "good.txt.xz": (lzma.compress(b"The cat sat."), "text", [], 1),
     "good.txt.bz2": (bz2.compress(b"The cat sat."), "text", [], 1),
     "good.txt.zst": (pa.Codec("zstd").compress(b"The cat sat.", asbytes=True), "text", [], 1),
-    "no.txt.gz": (b"The cat sat.", "damaged: ", [], 0),
-    "no.txt.bz2": (b"The cat sat.", "damaged: ", [], 0),
-    "no.txt.xz": (b"The cat sat.", "damaged: ", [], 0),
-    "no.txt.zst": (b"The cat sat.", "damaged: ", [], 0),
+    "no.txt.gz": (b"The cat sat.", "damaged", [], 0),
+    "no.txt.bz2": (b"The cat sat.", "damaged", [], 0),
+    "no.txt.xz": (b"The cat sat.", "damaged", [], 0),
+    "no.txt.zst": (b"The cat sat.", "damaged", [], 0),
     "torn.txt.gz": (gzip.compress(os.urandom(9000).hex(" ", 40).encode().replace(b" ", b".\n"))[:-9],
      "text", ["records_file_damaged"], 1),
     "torn.jsonl.gz": (gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000)))[:-5000], "jsonl",
@@ -78,14 +79,14 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "flipped.jsonl.gz": (gzip.compress(LINE.encode() * 9000)[:-8] + bytes(8), "jsonl", ["records_file_damaged"], 9000),
     "good.jsonl": (LINE * 3, "jsonl", [], 3),
     "null.jsonl": (LINE + '{"text": null}\n{"other": 1}\n{"text": 7}\n' + LINE, "jsonl",
-     ["records_without_text"] * 3, 2),
+     ["records_without_text"] * 2, 3),
     "torn.jsonl": (LINE + '{"text": "The c\n' + LINE + '{"te', "jsonl", ["records_not_json"] * 2, 2),
     "torn first.jsonl": ('The c"}\n' + LINE, "jsonl", ["records_not_json"], 1),
     "deep.jsonl": (LINE + "[" * 100_000 + "\n", "jsonl", ["records_not_json"], 1),
     "nothing in it.jsonl": (LINE + '{"id": "", "title": "", "text": ""}\n', "jsonl", [], 2),
     "surrogate.jsonl": (LINE + '{"text": "\\udc00"}\n', "jsonl", [], 2),
     "latin.jsonl": (LINE.encode() * 3000 + b'{"text": "\xe9"}\n', "jsonl", [], 3001),
-    "latin only.jsonl": (b'{"text": "\xe9"}\n' * 9, "not UTF-8 at byte 10", [], 0),
+    "latin only.jsonl": (b'{"text": "\xe9"}\n' * 9, "not_utf8", [], 0),
     "array.json": ('[{"text": "a"}, 7]', "json", ["records_without_text"], 1),
     "pretty.json": ('{\n "text": "a"\n}', "json", [], 1),
     "wiki_00": ('<doc id="1" url="" title="A">\nA\n\nThe cat.\n</doc>\n', "wikiextractor", [], 1),
@@ -98,28 +99,27 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
      ["records_not_xml", "records_file_damaged"], 1),
     "bomb.xml": ('<!DOCTYPE mediawiki [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><mediawiki>' + PAGE.replace("A", "&b;"),
      "mediawiki", ["records_not_xml"], 0),
-    "tei.xml": ("<?xml version='1.0'?>\n<!-- a -->\n<TEI><p>A</p></TEI>", "XML that is not MediaWiki", [], 0),
+    "tei.xml": ("<?xml version='1.0'?>\n<!-- a -->\n<TEI><p>A</p></TEI>", "other_xml", [], 0),
     "readme.md": ('<h1 align="center">Cat</h1>\n\nThe cat sat.', "text", [], 1),
     "page.html": (HTML, "html", [], 1),
     "fragment.html": ("<div class='a'><p>The cat sat.</p></div>", "html", [], 1),
     "rows.csv": ('text,label\n"The ""cat"".\n\nIt ran.",1\na,1,2\n', "csv", ["records_not_a_row"], 1),
-    "stray.tsv": ('text\tn\n"A cat.\t1\nA dog.\t2\n"A" man.\t3\n"It\nran.\t4"\t4\n"End.\t6\n', "csv", [], 5),
-    "stray.csv": ('text,n\n"A cat.,1\n"Hello, you.",2\n"Bye, all.",3\n"End.,4\n', "csv", [], 4),
+    "stray.tsv": ('text\tn\n"A cat.\t1\nA dog.\t2\n"A" man.\t3\n"End.\t6\n', "csv", [], 4),
+    "stray.csv": ('text,n\nA cat.,1\n"A dog.,2\nA man.,3\n', "csv", ["records_not_a_row"], 1),
     "german.csv": ('"Name, Vorname";text\n"A, B";"A cat."\n', "csv", [], 1),
     "rows.jsonl": ('{"name": "a header"}\n' + LINE, "jsonl", ["records_without_text"], 1),
-    "other.jsonl": ('{"body": "a"}\n', "no field 'text'; set --text_field. Known: body", [], 0),
-    "inner.json": ('[{"body": {"text": "a"}}]', "no field 'text'; set --text_field. Known: body", [], 0),
-    "inner.jsonl": ('{"body": {"text": "a"}}\n', "no field 'text'; set --text_field. Known: body", [], 0),
+    "other.jsonl": ('{"body": "a"}\n', "missing_field", [], 0),
+    "inner.json": ('[{"body": {"text": "a"}}]', "missing_field", [], 0),
+    "inner.jsonl": ('{"body": {"text": "a"}}\n', "missing_field", [], 0),
     "torn.json": (json.dumps([{"text": "a cat"}] * 9)[:-3], "json", ["records_file_damaged"], 8),
     "lines.json": ('{"text": "a cat",\n "id": 1}\n{"text": "a dog",\n "id": 2}\n', "json", [], 2),
     "an array": ('[{"text": "a cat"}]', "json", [], 1),
     "many.json": (json.dumps([{"n": {"id": 1}, "text": "a cat"}] * 4000), "json", [], 4000),
     "book.ipynb": ('{\n "cells": [{"cell_type": "markdown", "source": ["A cat.\\n"]}, {"cell_type": "code"}]}',
      "ipynb", [], 1),
-    "old.ipynb": ('{"worksheets": [{"cells": [{"cell_type": "markdown", "source": ["A cat."]}]}]}', "ipynb", [], 1),
     "film.srt": ("1\n00:01 --> 00:02\n<i>The cat\nran.</i>\n", "srt", [], 1),
-    "thesis.tex": ("\\begin{document}", ".tex: not known as prose", [], 0),
-    "app.log": ("INFO started", ".log: not known as prose", [], 0),
+    "thesis.tex": ("\\begin{document}", "not_prose", [], 0),
+    "app.log": ("INFO started", "not_prose", [], 0),
     "rows.tsv.gz": (gzip.compress(b"text\tlabel\n"), "csv", [], 0),
     "good.parquet": (parquet(text=["a", "b"]), "parquet", [], 2),
     "null.parquet": (parquet(text=["a", None]), "parquet", ["records_without_text"], 1),
@@ -137,11 +137,16 @@ def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipp
     return list_inputs(options(*inputs, **values))
 
 
-def read_all(*inputs: object, **values: Any) -> list[RawDocument]:
+def read_all(*inputs: object, **values: Any) -> list[Any]:
     large, chosen = values.pop("large", LARGE_UNIT), options(*inputs, **values)
     units = group_units(list_inputs(chosen)[0], {}, SMALL_UNIT, large)
     shares = [file for unit in units for file in unit.files]
     return [document for file in shares for document in read_documents(file, chosen)]
+
+
+def dropped(records: list[Any]) -> list[str]:
+    """The reasons of the bad records."""
+    return [record.reason for record in records if isinstance(record, BadRecord)]
 
 
 @pytest.fixture
@@ -172,12 +177,12 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 NO_FILES = {
-    "below/loop": "link to a folder",
+    "below/loop": "link",
     ".git": "hidden",
-    "below/nowhere": "unreadable: No such file or directory",
-    "locked": "unreadable: Permission denied",
-    "pipe": "no file (a pipe, socket or device)",
-    "socket": "no file (a pipe, socket or device)",
+    "below/nowhere": "unreadable",
+    "locked": "unreadable",
+    "pipe": "no_file",
+    "socket": "no_file",
 }
 
 
@@ -186,23 +191,23 @@ def test_hostile_files(extractor: bool, hostile: Path, monkeypatch: pytest.Monke
     module = ModuleType("trafilatura") if extractor else None
     monkeypatch.setitem(sys.modules, "trafilatura", module)
     files, all_skipped = listed(hostile)
-    skipped = {os.path.relpath(path, hostile): reason for path, reason in all_skipped}
+    skipped = {os.path.relpath(entry.path, hostile): entry.reason for entry in all_skipped}
     formats = {file.name: file.format for file in files}
     assert len(skipped) == len(all_skipped) and len(formats) == len(files)
     expected = {name: what for name, (_, what, *_) in HOSTILE.items()} | NO_FILES
     expected |= dict.fromkeys(("\\xff\\xfe.txt", "below/plain.txt", "below/linked.txt"), "text")
     if not extractor:
-        expected |= dict.fromkeys(("page.html", "fragment.html"), "HTML; `pip install trafilatura")
+        expected |= dict.fromkeys(("page.html", "fragment.html"), "not_installed")
     assert {name for name, what in expected.items() if what in FORMATS} == formats.keys()
     assert formats.items() <= expected.items()
-    assert all(reason.startswith(expected[name]) for name, reason in skipped.items()), skipped
+    assert all(reason == expected[name] for name, reason in skipped.items()), skipped
     assert len(expected) >= 60
     for file in files:
         if file.format == "html":
             continue
         documents = list(read_documents(file, options(hostile)))
         _, _, reasons, number = HOSTILE.get(file.name, (b"", "", [], 1))
-        assert [d.dropped for d in documents if d.dropped] == reasons, file
+        assert dropped(documents) == reasons, file
         kept = len(documents) - len(reasons)
         assert kept == number or (number < 0 and kept > 1000), file
         json.dumps(documents, ensure_ascii=False).encode()
@@ -217,7 +222,7 @@ def test_inputs_of_which_nothing_can_be_read(hostile: Path) -> None:
     with pytest.raises(UserError) as error:  # all at once
         listed(hostile / "only", hostile / "nowhere", "wikipedai", "a/b.txt")
     problems = error.value.problems
-    assert "2 x binary" in problems[0] and "1 x empty" in problems[0]
+    assert "2 x an image" in problems[0] and "1 x it has no bytes" in problems[0]
     assert len(problems) == 4 and "Did you mean 'wikipedia'" in problems[2]
 
 
@@ -227,7 +232,7 @@ def test_include_exclude_and_format(tmp_path: Path) -> None:
         (tmp_path / name).write_text("The cat sat.")
     files, skipped = listed(tmp_path, include=["*.txt"], exclude=["drafts/*", "e.*"])
     assert [file.name for file in files] == ["a.txt"]
-    assert [reason for _, reason in skipped] == ["excluded"] * 5
+    assert [entry.reason for entry in skipped] == ["excluded"] * 5
     assert {file.format for file in listed(tmp_path, format="text")[0]} == {"text"}
     assert len(listed(tmp_path, format="text")[0]) == 6
 
@@ -252,7 +257,7 @@ def test_urls_are_read_like_files() -> None:
         files, skipped = listed("memory://corpus")
         formats = {file.name: file.format for file in files}
         assert formats == {"a.txt": "text", "deep/b.jsonl.gz": "jsonl"}
-        assert [reason for _, reason in skipped] == ["hidden"]
+        assert [entry.reason for entry in skipped] == ["hidden"]
         assert len(read_all("memory://corpus")) == 4
         memory.pipe("/corpus/a.txt", b"The dog sat.")
         assert listed("memory://corpus")[0][0].version != files[0].version
@@ -384,7 +389,7 @@ def test_mediawiki_pages(tmp_path: Path) -> None:
     text = f"<mediawiki>{other}{pages[0]} \n{pages[1]}{pages[2]}</mediawiki>"
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(text.encode()))
     documents = read_all(tmp_path / "dump.xml.bz2")
-    assert [d.dropped for d in documents] == ["pages_not_articles", "pages_redirects", "", "", ""]
+    assert dropped(documents[:2]) == ["pages_not_articles", "pages_redirects"] == dropped(documents)
     assert [len(d.text.split("A cat.")) - 1 for d in documents[2:]] == [1, 90_000, 3]
 
 
@@ -410,8 +415,8 @@ def test_shares_of_dumps_and_of_parquet_have_all_documents(name: str, tmp_path: 
 def test_a_damaged_share_has_lost_its_own_text_only(tmp_path: Path) -> None:
     (tmp_path / "dump.xml").write_text(f"<mediawiki>{PAGE * 40}<page>")
     documents = read_all(tmp_path / "dump.xml", large=500)
-    assert len(documents) == 41 and documents[-1].dropped == "records_file_damaged"
-    assert 0 < documents[-1].lost < 500
+    assert len(documents) == 41 and documents[-1].reason == "records_file_damaged"
+    assert 0 < documents[-1].characters < 500
 
 
 def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
@@ -432,11 +437,11 @@ def test_several_text_fields_are_joined(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"n": 2}']))
     documents = read_all(tmp_path / "rows.jsonl", text_field=["subject", "body"])
     texts = ["A cat\n\nIt & I ran.\n\nSo", "It sat."]
-    assert [d.text for d in documents if not d.dropped] == texts
-    assert documents[2].dropped == "records_without_text"
+    assert [d.text for d in documents[:2]] == texts
+    assert dropped(documents) == ["records_without_text"]
     (body, *_) = read_all(tmp_path / "rows.jsonl", text_field=["body"])
     assert body.text == "It & I ran.\n\nSo" and [documents[0].titles, body.titles] == [1, 0]
-    sentences = clean(documents[0], frozenset(RULES), "en", DropLog())
+    sentences, _ = clean(documents[0], frozenset(RULES), "en")
     assert sentences == ["A cat", "It & I ran."], "of two headings, the one that is a field stays"
     row = {"title": "See also", "text": "See also\n\nIt ran.", "url": URL}
     (tmp_path / "wiki.jsonl").write_text(json.dumps(row))
@@ -449,7 +454,7 @@ def test_several_text_fields_are_joined(tmp_path: Path) -> None:
 
 def test_a_field_of_several_that_is_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("title,body\nA cat,It ran.\n")
-    with pytest.raises(UserError, match=r"no field 'bdy'; .*Did you mean 'body'"):
+    with pytest.raises(UserError, match=r"\('bdy'\. Did you mean 'body'\?\); --text_field"):
         listed(tmp_path / "rows.csv", text_field=["title", "bdy"])
 
 
@@ -468,16 +473,16 @@ def test_subtitles_are_sentences_or_cues(tmp_path: Path) -> None:
     for end, kept in (("", ["And in", "And in"]), (" &amp; me.", ["And in 1984 & me."] * 2)):
         (tmp_path / "film.srt").write_text("\n".join(cues).replace("1984", f"1984{end}"))
         (document,) = read_all(tmp_path / "film.srt")
-        drops = DropLog()
-        assert clean(document, frozenset(RULES), "en", drops)[:2] == kept
-        assert drops.by_reason() == ({} if end else {"sentences_without_letter": 8})
+        sentences, out = clean(document, frozenset(RULES), "en")
+        assert sentences[:2] == kept
+        assert [entry.reason for entry in out] == ["sentences_without_letter"] * (0 if end else 8)
 
 
 @pytest.fixture
 def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the longest record and document 64 times smaller."""
-    monkeypatch.setattr(read, "LONGEST_RECORD", RECORD)
-    monkeypatch.setattr(read, "LONGEST_DOCUMENT", 1 << 16)
+    monkeypatch.setattr(base, "LONGEST_RECORD", RECORD)
+    monkeypatch.setattr(base, "LONGEST_DOCUMENT", 1 << 16)
 
 
 def with_hole(path: Path, begin: str, end: str) -> Path:
@@ -495,15 +500,16 @@ def test_long_records_are_bounded(small_records: None, tmp_path: Path) -> None:
     texts = [document.text for document in read_all(tmp_path / "in.txt")]
     assert len(texts) == 2 and "\n".join(texts).replace("\n", "") == "".join(paragraphs)
     (tmp_path / "wiki_00").write_text('<doc id="1" title="A">\n' + f"{'Lost ' * 1000}\n" * 62)
-    lost = [document.dropped for document in read_all(tmp_path / "wiki_00")]
-    assert lost == ["records_doc_not_closed"] * 3
+    lost = read_all(tmp_path / "wiki_00")
+    assert sum(record.characters for record in lost) == 62 * 4000
+    assert dropped(lost) == ["records_doc_not_closed"] * 3
     texts = [document.text for document in read_all(with_hole(tmp_path / "a.txt", "", "end"))]
     assert [len(text) for text in texts] == [RECORD, RECORD, RECORD // 2 + 3]
     dump = with_hole(tmp_path / "a.xml", f"<mediawiki>{PAGE}<page>", "</page>")
-    assert [document.dropped for document in read_all(dump)] == ["", "records_file_damaged"]
+    assert dropped(read_all(dump)[1:]) == ["records_file_damaged"]
     rows = with_hole(tmp_path / "a.jsonl", '{"text": "', '"}\n{"text": "It ran."}\n')
     documents = read_all(rows, large=RECORD)  # the first share ends inside the long line
-    places = [(document.id.split("#")[1], document.dropped) for document in documents]
+    places = [(r.id.split("#")[1], getattr(r, "reason", "")) for r in documents]
     cut = [(str(place), "records_not_json") for place in (0, RECORD, 2 * RECORD)]
     assert places == [*cut, (str(HOLE + 3), "")]
 
@@ -522,7 +528,7 @@ def test_html(small_records: None, tmp_path: Path) -> None:
         (document,) = read_all(path)
         assert (document.title, document.text.split()) == (title, expected)
     (document,) = read_all(with_hole(path, f"<html><body>{BODY}</body>", "end"))
-    assert document.dropped == "records_file_damaged"
+    assert dropped([document]) == ["records_file_damaged"]
 
 
 # Data sets.
@@ -540,7 +546,7 @@ def test_data_sets_on_disk(tmp_path: Path) -> None:
         documents = read_all(tmp_path / name, text_field=["body"], large=300)
         assert [d.text for d in documents] == [row["body"] for row in rows]
         assert [d.id.split("#")[1] for d in documents] == [f"{39 - n}" for n in range(40)]
-    with pytest.raises(UserError, match="--text_field. Known: body, id"):
+    with pytest.raises(UserError, match=r"\('text'\. Known: body, id\); --text_field"):
         listed(tmp_path / "saved")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sentences import LONG_PARAGRAPH, split_paragraph
+from data_prep.sentences import LONG, LONG_PARAGRAPH, cut_long, language_of, split_paragraph
 
 
 def read_cases(name: str) -> list[str]:
@@ -61,6 +61,12 @@ MARKS = [
     "zh: 他来到长江口。|“你好！”|她说。|“再见。”|“好！”|他走了。",
     "fr: « Bonjour. »| Puis il est parti.| Elle dit : « Non ! »| Il rit.| « Reste ! » cria-t-elle.| « Bon. »",
     "de: „Ja.“| Er ging.| »Nein!«| »Doch.«| Sie kam.",
+    "de: Im 19. Jahrhundert kam der 1. FC.| Er wurde 19.| Dann ging er.",
+    "it: Vedi pag. 5 del libro.| È così.",
+    "ja: 「行く。」と彼は言った。|彼は行った。",
+    "hi: डॉ. शर्मा आए।| वे गए।",
+    "km: ខ្ញុំទៅផ្សារ។| គាត់មិនមកទេ។",
+    "ar: ذهب إلى السوق.| هل جاء؟| نعم، جاء.",
     "en: See Art. 5 para. 2, and paras. 3 and 4, of it.| It holds.",
 ]
 
@@ -68,4 +74,30 @@ MARKS = [
 @pytest.mark.parametrize("case", MARKS)
 def test_marks_stand_with_their_sentence_and_numbers_with_their_word(case: str) -> None:
     expected = [part.strip() for part in case[4:].split("|")]
-    assert list(split_paragraph(case[4:].replace("|", ""), case[:2])) == expected
+    text = case[4:].replace("|", "")
+    assert list(split_paragraph(text, case[:2])) == expected
+    if case[:2] not in ("de", "fr", "it"):  # of Latin letters, the language has to be named
+        assert list(split_paragraph(text, "auto")) == expected
+
+
+SCRIPTS = {
+    "en": "Straße, 3 μm", "zh": "猫在垫子上。", "ja": "猫はマットの上。", "hi": "वे गए।", "th": "เขาไม่มา",
+    "ru": "Он ушёл в 5 часов.", "el": "Πήγε σπίτι.", "ar": "ذهب إلى السوق.", "hy": "Նա գնաց։", "my": "သူသွားသည်။",
+}  # fmt: skip
+
+
+def test_the_language_of_a_script() -> None:
+    expected = {language: language for language in SCRIPTS} | {"th": "en"}
+    assert {language: language_of(text) for language, text in SCRIPTS.items()} == expected
+
+
+def test_text_without_full_stops_is_cut_at_clauses_and_blanks() -> None:
+    """Only white space is lost; a text without blanks is one piece, unless its script has none."""
+    speech = "and then we went to the shop, and there " * 60
+    pieces = cut_long(speech.strip())
+    assert " ".join(pieces) == speech.strip() and all(200 <= len(piece) <= LONG for piece in pieces)
+    assert all(piece.endswith(("shop,", "there")) for piece in pieces)
+    assert cut_long("a" * 5000) == ["a" * 5000] and cut_long("A cat. " * 9) == ["A cat. " * 9]
+    thai = cut_long("ไปตลาด " * 100)
+    assert len(thai) > 3 and "".join(thai).replace(" ", "") == "ไปตลาด" * 100
+    assert "".join(cut_long("字" * 1000)) == "字" * 1000

@@ -42,7 +42,7 @@ MISTAKES = {
     "--min_sentences 0": "",
     "--without heading x": "'headings'",
     "--language german": " de ",
-    "--format txt": "'jsonl'",
+    "--format txt": "jsonl",
     "--documents page": "'blank_line'",
     "--short_documents keep": "'join'",
     "--max_workers 2": "--workers",
@@ -78,7 +78,8 @@ def test_the_last_lines_the_manifest_and_the_samples(
     flags = "--without headings --min_sentences 4 --language de --workers 1"
     build(tiny_tokenizer, tmp_path, *flags.split(), source="tales=")
     printed = capsys.readouterr().out
-    assert "1 of 1 document" in printed and "--recipe own_text" in printed.splitlines()[-1]
+    assert "1 of 1 document" in printed and "--recipe" not in printed
+    assert "warning:  pretraining needs two documents; --documents blank_line" in printed
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
     chosen, packages = (manifest["made_from"][name] for name in ("settings", "packages"))
@@ -144,6 +145,25 @@ def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(UserError, match="at least 16"):
         run.main(["stats", str(mixed.path), "--seq_length", "12"])
     assert stats.visible("text, Ünïcödé, שלום\u202e") == "text, Ünïcödé, שלום\\u202e"
+
+
+def test_stats_as_json_has_the_numbers_of_the_corpus(
+    mixed: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.main(["stats", str(mixed.path), "--seq_length", "48", "--json", "true"])
+    found = json.loads(capsys.readouterr().out)
+    lengths = stats.document_lengths(mixed)
+    assert found["documents"] == 5 and found["tokens"] == lengths[1].sum()
+    assert found["lengths"]["tokens a document"]["mean"] == pytest.approx(lengths[1].mean())
+    assert found["lengths"]["sentences a document"]["max"] == 12_000
+    assert found["left_out"]["lines_heading"]["cases"] == 5
+    assert found["left_out"]["lines_heading"]["characters"] == 5 * len("[31mATitle")
+    kept, taken = (found["characters"][name] for name in ("kept", "taken"))
+    assert taken["a"] - kept["a"] == 3 * len("\x1b[31mATitle") and found["kept"].startswith(
+        "5 of 5"
+    )
+    table = stats.training_table(mixed, SPECIAL_IDS, 48)
+    assert found["seq_length"]["48"]["padding"] == pytest.approx(table["padding"][48])
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(mixed: Corpus) -> None:

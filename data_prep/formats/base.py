@@ -1,0 +1,280 @@
+"""What all formats share: the types that readers yield, the table of formats, and how a file is opened.
+
+A format registers itself: `register(Format(name, read, suffixes=...))` in any module of this folder.
+"""
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import IO, Any, Literal, NamedTuple
+
+import fsspec
+import pyarrow as pa
+
+from data_prep.ledger import Left, size
+from data_prep.settings import BuildOptions
+
+LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line is cut
+LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
+TOO_LONG = "a page or an object of more than 64 MB"
+CHUNK = 1 << 20  # bytes
+UTF8 = "utf-8"
+
+# What the lines of a text are. plain: text with blank lines between paragraphs; pages: such text, typeset; markdown:
+# such text with markup; lines: a message each; wikipedia: paragraphs of an article; sentences: a sentence each;
+# paragraphs; wikitext: its markup.
+Layout = Literal[
+    "plain", "pages", "markdown", "lines", "wikipedia", "sentences", "paragraphs", "wikitext"
+]
+
+
+class RawDocument(NamedTuple):
+    """A document as it stands in the input; `left` is what its reader left out of it."""
+
+    source: str
+    id: str
+    title: str
+    text: str
+    layout: Layout
+    titles: int = 0  # number of first lines that are fields of their own, and so no headings
+    left: tuple[Left, ...] = ()
+
+
+class BadRecord(NamedTuple):
+    """A record that is no document: the reason, what is shown of it, and the characters that it holds."""
+
+    source: str
+    id: str
+    reason: str
+    text: str
+    characters: int
+
+
+Record = RawDocument | BadRecord
+
+
+class SourceFile(NamedTuple):
+    """An input file, or a share of a file that is built as if it were a file.
+
+    All fields but the path identify it: it may lie elsewhere the next time.
+    """
+
+    path: str  # absolute local path or URL
+    source: str  # name of the input that it belongs to
+    name: str  # of the file below its input
+    format: str  # name of a `Format`
+    size: int  # bytes on disk, 0 if not known
+    version: str  # changes with the content: modification time or entity tag
+    layout: Layout = "plain"
+    start: int = 0  # first byte of a share
+    stop: int = 0  # end of the share; 0 for the whole file
+    hub: str = ""  # OWNER/DATASET, if it comes from the Hub
+    packed: str = ""  # its compression, a key of `OPENERS`
+    encoding: str = UTF8
+    stream: Any = None  # of a member of an archive, its bytes
+
+    def __str__(self) -> str:
+        return printable(self.path)
+
+
+Read = Callable[[SourceFile, BuildOptions], Iterator[Record]]
+
+
+class Format(NamedTuple):
+    """A file format: how it is recognised and read."""
+
+    name: str
+    read: Read
+    suffixes: tuple[str, ...] = ()
+    begins: str = ""  # pattern of the first characters, from the first that is no blank on
+    magic: bytes = b""  # pattern of the first bytes of a binary format
+    can_cut: bool = False  # shares of a large file can be read apart
+    fields: Callable[[IO[bytes], bytes], list[str]] | None = None  # of its first records
+    layout: Layout = "plain"
+    needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register(*formats: Format) -> None:
+    """Adds formats; of two that fit a file, the first takes it."""
+    FORMATS.update((entry.name, entry) for entry in formats)
+
+
+# Records.
+
+
+def document(file: SourceFile, record: object, title: str, text: str, **more: Any) -> RawDocument:
+    """Returns a document of a file; the layout is the file's, unless `layout` is set."""
+    name = valid(f"{file.name}#{record}")
+    layout = more.pop("layout", file.layout)
+    return RawDocument(file.source, name, valid(title), valid(text), layout, **more)
+
+
+def bad(
+    file: SourceFile, record: object, reason: str, text: str, lost: int | None = None
+) -> BadRecord:
+    """Returns a bad record of a file; without `lost`, it holds the characters of `text`."""
+    text, name = valid(text), valid(f"{file.name}#{record}")
+    return BadRecord(file.source, name, reason, text, size(text) if lost is None else lost)
+
+
+def valid(text: str) -> str:
+    """Returns the text with U+FFFD for halves of surrogate pairs, which JSON can hold."""
+    return text.encode(UTF8, "surrogatepass").decode(UTF8, "replace")
+
+
+def known_encoding(name: str) -> str:
+    """Returns the name of an encoding as Python knows it, or "" if it does not."""
+    try:
+        return codecs.lookup(name).name
+    except LookupError:
+        return ""
+
+
+def declared_encoding(head: bytes, content_type: str = "") -> str:
+    """Returns the encoding that a page or its HTTP header declares, or ""."""
+    pattern = r"""charset=["']?([\w-]+)|<\?xml[^>]*encoding=["']([\w-]+)"""
+    for text in (content_type, head[:4096].decode("latin-1")):
+        if found := re.search(pattern, text, re.IGNORECASE):
+            return known_encoding(found[1] or found[2])
+    return ""
+
+
+def stem(file: SourceFile) -> str:
+    """Returns the name of a file without folder, suffix and suffix of compression."""
+    base, suffix = os.path.splitext(os.path.basename(file.name))
+    return os.path.splitext(base)[0] if suffix[1:].lower() in OPENERS else base
+
+
+def printable(path: str) -> str:
+    """Returns a path as text that can be encoded; bytes that are not UTF-8 become `\\xff`."""
+    return os.fsencode(path).decode(UTF8, "backslashreplace")
+
+
+# Bytes.
+
+OPENERS: dict[str, Callable[[Any], Any]] = {
+    "gz": gzip.open,
+    "bz2": bz2.open,
+    "xz": lzma.open,
+    "zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
+    "lz4": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "lz4")),
+}
+_PACKED = {
+    "gz": rb"\x1f\x8b\x08",
+    "bz2": rb"BZh[1-9]1AY&SY",
+    "xz": rb"\xfd7zXZ\0",
+    "zst": rb"\x28\xb5\x2f\xfd",
+    "lz4": rb"\x04\x22\x4d\x18",
+}
+
+
+def packing(head: bytes, name: str) -> str:
+    """Returns the compression of a file by its first bytes, or else by its suffix; "" if it has none."""
+    for packed, magic in _PACKED.items():
+        if re.match(magic, head):
+            return packed
+    suffix = os.path.splitext(name.lower())[1][1:]
+    return {"tgz": "gz"}.get(suffix, suffix) if suffix in (*OPENERS, "tgz") else ""
+
+
+@contextmanager
+def open_bytes(file: SourceFile) -> Iterator[IO[bytes]]:
+    """Opens a file, decompressed; text of another encoding comes as UTF-8."""
+    if file.stream is not None:
+        file.stream.seek(0)
+    raw: Any = open_raw(file.path) if file.stream is None else nullcontext(file.stream)
+    with raw as packed, OPENERS.get(file.packed, nullcontext)(packed) as stream:
+        if file.encoding == UTF8:
+            yield stream
+        else:
+            yield io.BufferedReader(_Recoded(stream, file.encoding))
+
+
+def open_raw(path: str) -> Any:
+    """Opens a local path or an fsspec URL, and decompresses nothing."""
+    return fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18)
+
+
+class _Recoded(io.RawIOBase):
+    """A stream of text as UTF-8; what is not of its encoding becomes U+FFFD."""
+
+    def __init__(self, stream: IO[bytes], encoding: str) -> None:
+        self._stream, self._rest = stream, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest and (data := self._stream.read(CHUNK)):
+            self._rest = self._decoder.decode(data).encode(UTF8, "replace")
+        if not self._rest:
+            self._rest = self._decoder.decode(b"", True).encode(UTF8, "replace")
+        number = min(len(buffer), len(self._rest))
+        buffer[:number], self._rest = self._rest[:number], self._rest[number:]
+        return number
+
+
+def chunks(stream: Any) -> Iterator[bytes]:
+    """Yields the bytes of a stream, about a MB at a time; of a damaged one, what can be read of it before its error."""
+    read, parts = getattr(stream, "read1", stream.read), list[bytes]()
+    try:
+        while part := read(CHUNK):
+            parts.append(part)
+            if sum(map(len, parts)) >= CHUNK:
+                yield b"".join(parts)
+                parts = []
+    except Exception:
+        yield b"".join(parts)
+        raise
+    yield b"".join(parts)
+
+
+def whole(file: SourceFile) -> bytes:
+    """Returns the bytes of a file of one record; EOFError if they are too many."""
+    with open_bytes(file) as stream:
+        data = stream.read(LONGEST_RECORD + 1)
+    if len(data) > LONGEST_RECORD:
+        raise EOFError(TOO_LONG)
+    return data
+
+
+def lines_of(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Yields offset and text of each line that begins in the share; bytes that are no UTF-8 become U+FFFD.
+
+    A line of more than `LONGEST_RECORD` bytes is cut into several; all of them belong to the share of its first byte.
+    """
+    with open_bytes(file) as stream:
+        offset, is_open = 0, False  # the last line was cut
+        if file.start:  # a line belongs to the share in which its first byte lies
+            stream.seek(file.start - 1)
+            offset = file.start - 1 + len(stream.readline())
+        while is_open or not file.stop or offset < file.stop:
+            if not (line := stream.readline(LONGEST_RECORD)):
+                break
+            text = line.decode(UTF8 if offset else "utf-8-sig", "replace")
+            yield offset, text.rstrip("\r\n")
+            offset, is_open = offset + len(line), not line.endswith(b"\n")
+
+
+def strings_of(value: object) -> str:
+    """Returns all strings and numbers inside a JSON value, a line each."""
+    if isinstance(value, dict):
+        return "\n".join(filter(None, map(strings_of, value.values())))
+    if isinstance(value, (list, tuple)):
+        return "\n".join(filter(None, map(strings_of, value)))
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(UTF8, "replace")
+    return (
+        "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    )

@@ -1,0 +1,92 @@
+"""Documents and books: Word (.docx), EPUB and PDF."""
+
+import posixpath
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from data_prep.formats import base
+from data_prep.formats.base import (
+    Format,
+    Record,
+    SourceFile,
+    document,
+    open_bytes,
+    register,
+    stem,
+    whole,
+)
+from data_prep.formats.web import visible_text
+from data_prep.ledger import left
+from data_prep.settings import BuildOptions
+
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_READ_PARTS = ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml")
+
+
+def _member(book: zipfile.ZipFile, name: str) -> bytes:
+    """Returns the bytes of a member; EOFError if they are too many."""
+    if book.getinfo(name).file_size > base.LONGEST_RECORD:
+        raise EOFError(base.TOO_LONG)
+    return book.read(name)
+
+
+def _docx(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields the paragraphs of a Word document; headers, footers and comments are left out."""
+    with open_bytes(file) as stream, zipfile.ZipFile(stream) as book:
+        texts = dict[str, str]()
+        for name in book.namelist():
+            if name.startswith("word/") and name.endswith(".xml") and "/_" not in name:
+                root = ElementTree.fromstring(_member(book, name))
+                texts[name] = "\n\n".join(map(_paragraph, root.iter(f"{_WORD}p")))
+    text = "\n\n".join(texts.pop(name) for name in _READ_PARTS if name in texts)
+    out = tuple(left("parts_not_read", part) for part in texts.values() if part.strip())
+    yield document(file, 0, stem(file), text, layout="paragraphs", left=out)
+
+
+def _paragraph(paragraph: ElementTree.Element) -> str:
+    """Returns the text of a paragraph: its runs, with a blank for tabs and breaks."""
+    parts = list[str]()
+    for element in paragraph.iter():
+        if element.tag == f"{_WORD}t":
+            parts.append(element.text or "")
+        elif element.tag in (f"{_WORD}tab", f"{_WORD}br", f"{_WORD}cr"):
+            parts.append(" ")
+    return "".join(parts)
+
+
+def _epub(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields the chapters of a book in their order, as one document."""
+    with open_bytes(file) as stream, zipfile.ZipFile(stream) as book:
+        container = ElementTree.fromstring(_member(book, "META-INF/container.xml"))
+        (path, *_) = (e.get("full-path") or "" for e in container.iter() if e.get("full-path"))
+        package = ElementTree.fromstring(_member(book, path))
+        title = package.findtext(".//{*}title") or stem(file)
+        places = {e.get("id"): e.get("href") or "" for e in package.findall(".//{*}item")}
+        chapters = [places.get(e.get("idref"), "") for e in package.findall(".//{*}itemref")]
+        folder, texts = posixpath.dirname(path), list[str]()
+        for name in dict.fromkeys(filter(None, chapters)):
+            page = _member(book, posixpath.normpath(posixpath.join(folder, unquote(name))))
+            texts.append(visible_text(page.decode("utf-8-sig", "replace"))[1])
+    yield document(file, 0, title, "\n".join(texts), layout="paragraphs")
+
+
+def _pdf(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields the text of a PDF, page by page."""
+    import pypdfium2
+
+    with closing(pypdfium2.PdfDocument(whole(file))) as pdf:
+        pages = [page.get_textpage().get_text_range() for page in pdf]
+        title = pdf.get_metadata_dict().get("Title") or stem(file)
+    # A hyphen at a line's end is U+FFFE there.
+    text = "\n".join(pages).replace("\r\n", "\n").replace("\ufffe\n", "-\n").replace("\ufffe", "-")
+    yield document(file, 0, title, text, layout="pages")
+
+
+register(
+    Format("docx", _docx, (".docx",), magic=rb"PK\x03\x04"),
+    Format("epub", _epub, (".epub",), magic=rb"PK\x03\x04"),
+    Format("pdf", _pdf, (".pdf",), magic=rb"%PDF-", needs=("pypdfium2", "pip install pypdfium2")),
+)

@@ -1,0 +1,174 @@
+"""Recognises the format of a file from its first bytes and its suffix, or names why it is not read."""
+
+import codecs
+import os
+import re
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from data_prep.formats.base import (
+    FORMATS,
+    OPENERS,
+    UTF8,
+    Layout,
+    SourceFile,
+    declared_encoding,
+    open_bytes,
+    packing,
+)
+from data_prep.settings import BuildOptions
+from multicls.errors import did_you_mean
+
+HEAD_BYTES = 1 << 16
+MOST_NULS, MOST_BAD = 1e-3, 5e-3  # shares of the bytes and characters; more are no text of UTF-8
+_MARKDOWN = (".md", ".markdown")
+_PROSE = ("", *_MARKDOWN, ".txt", ".text", ".asc")  # suffixes of text; others are code or data
+_REFUSED = {  # by the first bytes
+    rb"version https://git-lfs\.github\.com/spec/": "lfs_pointer",
+    rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07": "archive",
+    rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|\{\\rtf": "office",
+    rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|OggS\0|fLaC\0|\x1aE\xdf\xa3|II\*\0|MM\0\*": "media",
+    rb"(?s)RIFF.{4}(?:WAVE|AVI |WEBP)|\0\0..ftyp": "media",
+    rb"\xff\xfe|\xfe\xff": "utf16",
+}
+_REFUSED_SUFFIXES = {".br": "archive", ".rar": "archive", ".7z": "archive", ".odt": "office"}
+_REFUSED_SUFFIXES |= {".xlsx": "office", ".pptx": "office", ".ods": "office", ".odp": "office"}
+_OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
+
+
+class Recognised(NamedTuple):
+    """A file with its format, or the reason why it is not read and a detail of it."""
+
+    file: SourceFile
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+        return self.file.format
+
+
+def recognise(file: SourceFile, settings: BuildOptions) -> Recognised:
+    """Returns the file with format, compression, encoding and layout; raises what reading its head raises."""
+    with open_bytes(file) as raw:
+        file = file._replace(packed=packing(raw.read(16), file.name))
+    with open_bytes(file) as stream:
+        head = _head(stream)
+        found = _by_head(file, head, settings)
+        if found.reason:
+            return found
+        chosen = FORMATS[found.format]
+        names = chosen.fields(stream, head) if chosen.fields else []
+    if missing := missing_fields(settings, names):
+        return Recognised(file, "missing_field", missing)
+    module, command = chosen.needs
+    is_needed = chosen.name != "html" or "main_text" in settings.rules
+    if module and is_needed and not _is_installed(module):
+        return Recognised(file, "not_installed", command)
+    is_markdown = settings.format == "auto" and suffix_of(file.name) in _MARKDOWN
+    layout = layout_of(settings, "markdown" if is_markdown else chosen.layout)
+    return Recognised(found.file._replace(layout=layout))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _head(stream: Any) -> bytes:
+    """Returns the first bytes of a file; of a damaged one, those that can be read, if there are any."""
+    head = b""
+    try:
+        while len(head) < HEAD_BYTES and (chunk := stream.read(min(512, HEAD_BYTES - len(head)))):
+            head += chunk
+    except Exception:
+        if not head:
+            raise
+    return head
+
+
+def _by_head(file: SourceFile, head: bytes, settings: BuildOptions) -> Recognised:
+    """Returns the file with its format and encoding, or the reason why it is not read."""
+    suffix, is_free = suffix_of(file.name), settings.format in ("auto", "wikipedia")
+    if not head:
+        return Recognised(file, "empty")
+    refused = next((name for magic, name in _REFUSED.items() if re.match(magic, head)), "")
+    if refused and (refused != "utf16" or settings.encoding == UTF8):
+        return Recognised(file, refused)
+    matches = [entry for entry in FORMATS.values() if entry.magic and re.match(entry.magic, head)]
+    named = [entry for entry in matches if suffix in entry.suffixes]
+    chosen = "" if is_free else settings.format
+    if matches and chosen not in ("", *(entry.name for entry in matches)):
+        return Recognised(file, "binary", f"{matches[0].name}; leave out --format {chosen}")
+    if suffix in _REFUSED_SUFFIXES and (is_free or matches):
+        return Recognised(file, _REFUSED_SUFFIXES[suffix])
+    if matches or (chosen and FORMATS[chosen].magic):
+        return Recognised(file._replace(format=chosen or (named or matches)[0].name))
+    return _text_format(file, head, settings.encoding, chosen)
+
+
+def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> Recognised:
+    """Returns a file of text with its format, unless it is `chosen`, and its encoding."""
+    text = head.decode("utf-8-sig" if encoding == UTF8 else encoding, "replace").lstrip()
+    file_format = chosen or _guess(text, file.name)
+    if encoding == UTF8 and file_format == "html":
+        encoding = declared_encoding(head) or UTF8
+    if encoding == UTF8:
+        if head.count(0) > MOST_NULS * len(head):
+            is_utf16 = min(head[::2].count(0), head[1::2].count(0)) < 0.01 * len(head)
+            is_utf16 = is_utf16 and head.count(0) > len(head) / 4
+            return Recognised(file, "utf16" if is_utf16 else "binary")
+        try:
+            codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
+        except UnicodeDecodeError as error:
+            if text.count("\ufffd") > MOST_BAD * len(text):  # else single bad bytes
+                return Recognised(file, "not_utf8", f"byte {error.start}")
+    if not chosen and _OTHER_XML.match(text) and file_format not in ("html", "mediawiki"):
+        return Recognised(file, "other_xml")
+    if not file_format:
+        return Recognised(file, "not_prose", suffix_of(file.name))
+    return Recognised(file._replace(format=file_format, encoding=encoding))
+
+
+def _guess(text: str, name: str) -> str:
+    """Returns the format by the suffix, or else by the first characters of a text; "" if it may be no prose."""
+    suffix = suffix_of(name)
+    if suffix in (".json", ".jsonl", ".ndjson"):
+        ends_inside = r"[^\n]*[^}\s]" if suffix == ".json" else ""  # an object, of its first line
+        return "json" if re.match(rf"\[|\{{({ends_inside})?\s*\n", text) else "jsonl"
+    for entry in FORMATS.values():
+        if suffix in entry.suffixes and entry.name != "text":
+            return entry.name
+    for entry in FORMATS.values():
+        if entry.begins and re.match(entry.begins, text):
+            return entry.name
+    return "text" if suffix in _PROSE or not re.fullmatch(r"\.[a-z]\w{0,9}", suffix) else ""
+
+
+def suffix_of(name: str) -> str:
+    """Returns the suffix of a file, in small letters, without that of compression."""
+    base, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(base)[1] if suffix[1:] in OPENERS else suffix
+
+
+def missing_fields(settings: BuildOptions, names: list[str]) -> str:
+    """Returns the text fields that records with `names` lack, with the nearest known name; "" if they lack none."""
+    missing = [field for field in settings.text_field if field not in names]
+    if not names or not missing:
+        return ""
+    likely = [name for name in names if re.fullmatch(r"[\w .-]{1,40}", name)]
+    hint = did_you_mean(missing[0], likely) or " The first line is no header."
+    return f"{' and '.join(map(repr, missing))}.{hint}".rstrip(".")
+
+
+def layout_of(settings: BuildOptions, known: Layout = "plain") -> Layout:
+    """Returns the layout that the settings name, or else the known one."""
+    if settings.documents == "sentences":
+        return "sentences"
+    if settings.layout == "lines":
+        return "lines"
+    return "wikipedia" if settings.format == "wikipedia" else known

@@ -1,0 +1,89 @@
+"""Plain text, Markdown and notebooks."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import xxhash
+
+from data_prep.formats import base
+from data_prep.formats.base import (
+    BadRecord,
+    Format,
+    RawDocument,
+    Record,
+    SourceFile,
+    document,
+    lines_of,
+    register,
+    stem,
+    whole,
+)
+from data_prep.ledger import left
+from data_prep.settings import BuildOptions
+
+# Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
+BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
+
+
+def _text(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
+    title, lines, is_row = stem(file), list[str](), file.layout == "sentences"
+    first = length = count = 0
+    damaged: Exception | None = None
+    try:
+        for offset, text in lines_of(file):
+            blank = not text.strip()
+            ends = is_row or (blank and settings.documents == "blank_line")
+            if lines and (ends or length > base.LONGEST_DOCUMENT * (1 if blank else 2)):
+                yield document(file, first, title, "\n".join(lines))
+                lines, length, count = [], 0, count + 1
+            if lines or not blank or is_row:
+                first = first if lines else offset
+                lines.append(text)
+                length += len(text) + 1
+    except Exception as error:  # what was read before the damage is a document
+        damaged = error
+    if lines or not (count or damaged):
+        yield document(file, first, title, "\n".join(lines))
+    if damaged:
+        raise damaged
+
+
+def join_rows(rows: Iterable[Record]) -> Iterator[Record]:
+    """Joins consecutive rows, one sentence each, to documents; an empty row ends a document.
+
+    Where documents begin depends on the rows themselves. The same book in another place of the
+    stream therefore gives the same documents, but for its edges, and is found as a duplicate.
+    """
+    group = list[RawDocument]()
+    for row in chain(rows, [RawDocument("", "", "", "", "sentences")]):
+        if isinstance(row, BadRecord):
+            yield row
+            continue
+        row = row._replace(text=" ".join(row.text.split()))
+        begins = xxhash.xxh3_64_intdigest(row.text.encode()) % BOUNDARY == 0
+        is_full = len(group) == MOST_ROWS or (begins and len(group) >= FEWEST_ROWS)
+        if group and (is_full or not row.text):
+            entries = tuple(entry for member in group for entry in member.left)
+            yield group[0]._replace(text="\n".join(row.text for row in group), left=entries)
+            group = []
+        group += [row] if row.text or row.left else []
+
+
+def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields the Markdown cells of a Jupyter notebook as one document."""
+    cells = json.loads(whole(file).decode("utf-8-sig", "replace"))["cells"]
+    texts = {"markdown": list[str](), "code": list[str]()}
+    for cell in cells:
+        texts["markdown" if cell["cell_type"] == "markdown" else "code"].append(
+            "".join(cell.get("source", ""))
+        )
+    code = [left("lines_markup", text, text.count("\n") + 1) for text in texts["code"] if text]
+    yield document(file, 0, stem(file), "\n\n".join(texts["markdown"]), left=tuple(code))
+
+
+register(
+    Format("ipynb", _notebook, (".ipynb",), layout="markdown"),
+    Format("text", _text, (".txt", ".text", ".asc", ".md", ".markdown"), can_cut=True),
+)

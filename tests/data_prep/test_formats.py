@@ -1,0 +1,281 @@
+"""Containers: each record, message or member is a document; what is not read has a reason of its own."""
+
+import gzip
+import io
+import re
+import sys
+import tarfile
+import textwrap
+import zipfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import formats
+from data_prep.formats import FORMATS
+from data_prep.formats.base import BadRecord, RawDocument
+from data_prep.ledger import REASONS
+from data_prep.read import read_documents
+from data_prep.settings import BuildOptions
+from data_prep.sources import list_inputs
+from multicls.errors import UserError
+from multicls.files import REPOSITORY
+from multicls.settings import parse
+from tests.data_prep.conftest import story
+
+
+def read(path: Path, **values: Any) -> list[Any]:
+    options = BuildOptions(input=[str(path)], tokenizer="sample", output="", **values)
+    files, _ = list_inputs(options)
+    return [record for file in files for record in read_documents(file, options)]
+
+
+def reason_of(path: Path, **values: Any) -> str:
+    with pytest.raises(UserError) as error:
+        read(path, **values)
+    return str(error.value)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+REFUSED = {  # file: (content, reason)
+    "a.txt": (POINTER.encode(), "lfs_pointer"),
+    "a.parquet": (POINTER.encode(), "lfs_pointer"),
+    "a.csv": (POINTER.encode(), "lfs_pointer"),
+    "a.7z": (b"7z\xbc\xaf\x27\x1c\0\0", "archive"),
+    "a.txt.br": (b"\x1b\x03\x00\xf8", "archive"),
+    "a.rtf": (rb"{\rtf1 It ran.}", "office"),
+    "a.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0\0", "office"),
+    "a.odt": (b"PK\x03\x04\0\0", "office"),
+    "a.jpg": (b"\xff\xd8\xff\xe0\0\0", "media"),
+    "wide.txt": ("It ran.".encode("utf-16"), "utf16"),
+    "wide without a mark.txt": ("It ran.".encode("utf-16-le"), "utf16"),
+    "latin.txt": ("Der Bär saß. ".encode("latin-1"), "not_utf8"),
+    "code.py": (b"x = 1", "not_prose"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_refused_kind_has_its_reason_and_remedy(name: str, tmp_path: Path) -> None:
+    content, reason = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    message = reason_of(tmp_path / name)
+    assert REASONS[reason].what in message and REASONS[reason].remedy in message
+    assert REASONS[reason].remedy, "a way out"
+
+
+def test_encodings(tmp_path: Path) -> None:
+    text = "Der Bär saß in London – „gut“."
+    for encoding in ("cp1252", "utf-16", "cp1252"):
+        (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+        (document,) = read(tmp_path / "a.txt", encoding=encoding)
+        assert document.text == text
+    page = f"<html><head><meta charset='windows-1252'></head><body><p>{text} {story(9)}</p></body></html>"
+    (tmp_path / "a.html").write_bytes(page.encode("cp1252"))
+    (document,) = read(tmp_path / "a.html", without=["main_text"])
+    assert document.text == f"{text} {story(9)}"
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "B\xe4r"}\n' * 9)
+    assert {d.text for d in read(tmp_path / "a.jsonl", encoding="latin-1")} == {"Bär"}
+    words = "--input x --tokenizer x --output x --encoding utf-9"
+    with pytest.raises(UserError, match="no encoding that Python knows: utf-9"):
+        parse(BuildOptions, words.split(), prog="run.py")
+
+
+def test_a_stray_nul_costs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(story(99) + "\0" + story(9))
+    assert len(read(tmp_path / "a.txt")) == 1
+
+
+def test_compression_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    for name in ("a.TXT.GZ", "packed"):
+        (tmp_path / name).write_bytes(gzip.compress(story(9).encode()))
+        (document,) = read(tmp_path / name)
+        assert document.text == story(9)
+
+
+def record(kind: str, content: bytes, content_type: str) -> bytes:
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://a.b/{len(content)}\r\n"
+    head += f"WARC-Record-ID: <urn:x:1>\r\nContent-Type: {content_type}\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content + b"\r\n\r\n"
+
+
+def test_web_archives_by_record(tmp_path: Path) -> None:
+    page = "<html><title>T</title><body>" + "".join(f"<p>{story(6, i)}</p>" for i in range(4))
+    page += "<p>Der Bär saß.</p></body></html>"
+    http = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n\r\n"
+    image = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n\x89PNG"
+    crawl = record("warcinfo", b"software: x", "application/warc-fields")
+    crawl += record("response", http + page.encode("latin-1"), "application/http; msgtype=response")
+    crawl += record("response", image, "application/http; msgtype=response")
+    (tmp_path / "a.warc.gz").write_bytes(gzip.compress(crawl))
+    document, bad = read(tmp_path / "a.warc.gz", without=["main_text"])
+    assert "Der Bär saß." in document.text and document.title == "T"
+    assert document.id.startswith("a.warc.gz#http://a.b/")
+    assert (bad.reason, bad.text) == ("pages_not_text", "image/png")
+    wet = b"".join(record("conversion", story(9, i).encode(), "text/plain") for i in range(3))
+    (tmp_path / "crawl").write_bytes(wet)
+    assert [d.text for d in read(tmp_path / "crawl")] == [story(9, i) for i in range(3)]
+    assert "leave out --format text" in reason_of(tmp_path / "crawl", format="text")
+
+
+def test_members_of_archives(tmp_path: Path) -> None:
+    members = {
+        "deep/a.txt": story(9).encode(),
+        "b.jsonl.gz": gzip.compress(b'{"text": "It ran."}\n'),
+        "c.png": b"\x89PNG" + bytes(99),
+        "d.py": b"x = 1",
+        "e.zip": b"PK\x03\x04",
+    }
+    with (
+        tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tape,
+        zipfile.ZipFile(tmp_path / "a.zip", "w") as packed,
+    ):
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tape.addfile(entry, io.BytesIO(content))
+            packed.writestr(name, content)
+    for name in ("a.tar.gz", "a.zip"):
+        records = read(tmp_path / name)
+        assert [r.text for r in records if isinstance(r, RawDocument)] == [story(9), "It ran."]
+        assert records[0].id == f"{name}/deep/a.txt#0"
+        bad = {r.text.partition(":")[0]: r.characters for r in records if isinstance(r, BadRecord)}
+        assert bad == {"c.png": 0, "d.py": 5, "e.zip": 4}, "bytes of what may be text"
+    (tmp_path / "b.tar").write_bytes(gzip.decompress((tmp_path / "a.tar.gz").read_bytes())[:1500])
+    assert [getattr(r, "reason", "") for r in read(tmp_path / "b.tar")][
+        -1
+    ] == "records_file_damaged"
+
+
+MAIL = """From anna at example.org  Mon Jan  8 10:01:00 2024
+From: anna at example.org (Anna)
+Subject: [pumps] noise
+Message-ID: <1@example.org>
+
+The pump is loud.
+
+From the start it was.
+
+From otto at example.org  Mon Jan  8 11:01:00 2024
+From: otto at example.org (Otto)
+Subject: Re: [pumps] noise
+
+On Mon, Jan 8, 2024 at 10:01 AM Anna wrote:
+> The pump is
+> loud.
+
+Oil it.
+"""
+
+
+@pytest.mark.parametrize("name", ["a.mbox", "2024-January.txt", "INBOX"])
+def test_mail_by_message(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(MAIL)
+    one, two = read(tmp_path / name)
+    words = "The pump is loud. From the start it was."
+    assert (one.title, " ".join(one.text.split())) == ("[pumps] noise", words)
+    assert two.text.split() == ["Oil", "it."] and [entry.reason for entry in two.left] == [
+        "lines_quoted"
+    ]
+    assert "> loud." in read(tmp_path / name, without=["markup"])[1].text
+
+
+def test_a_message_with_parts(tmp_path: Path) -> None:
+    message = """MIME-Version: 1.0
+        Subject: =?utf-8?q?B=C3=A4r?=
+        Content-Type: multipart/mixed; boundary=x
+
+        --x
+        Content-Type: text/html; charset=latin-1
+        Content-Transfer-Encoding: quoted-printable
+
+        <p>Der B=E4r</p><p>ran.</p>
+        --x
+        Content-Type: text/csv
+        Content-Disposition: attachment; filename=a.csv
+
+        n,m
+        --x--
+        """
+    (tmp_path / "a.eml").write_text(textwrap.dedent(" " * 8 + message))
+    (document,) = read(tmp_path / "a.eml")
+    assert (document.title, document.text) == ("Bär", "Der Bär\nran.")
+    (entry,) = document.left
+    assert (entry.reason, entry.text, entry.characters) == ("attachments", "a.csv: text/csv", 3)
+
+
+def test_rolling_captions_are_spoken_once(tmp_path: Path) -> None:
+    """Each line comes at the bottom, and again above the next one."""
+    words = ["the pump stops", "every night and", "nobody knows why"]
+    shown = [f"{a}\n{b}<00:00:01.0><c> </c>" for a, b in zip(["", *words], words, strict=False)]
+    cues = (
+        f"00:00:0{i}.000 --> 00:00:0{i}.900 align:start\n{text}\n\n" for i, text in enumerate(shown)
+    )
+    (tmp_path / "a.vtt").write_text("WEBVTT\nKind: captions\n\nNOTE\nby hand\n\n" + "".join(cues))
+    (document,) = read(tmp_path / "a.vtt")
+    assert (document.text, document.layout) == ("\n".join(words), "lines")
+    left = [entry.reason for entry in document.left if entry.reason != "characters_of_html"]
+    assert left == ["lines_markup", "lines_repeated", "lines_repeated"]
+
+
+def pdf(lines: list[str]) -> bytes:
+    """A PDF of a page."""
+    shown = "".join(f"({line}) Tj 0 -14 Td " for line in lines)
+    stream = f"BT /F1 12 Tf 50 700 Td {shown}ET"
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        f"<</Length {len(stream)}>>stream\n{stream}\nendstream",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    data, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(data))
+        data += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    data += f"xref\n0 6\n0000000000 65535 f \n{table}trailer<</Size 6/Root 1 0 R>>\nstartxref\n{len(data)}\n%%EOF"
+    return data.encode()
+
+
+def test_pdf(tmp_path: Path) -> None:
+    lines = textwrap.wrap(story(12), 60)
+    (tmp_path / "a.pdf").write_bytes(pdf(lines))
+    (document,) = read(tmp_path / "a.pdf")
+    assert document.text.split() == story(12).split() and document.layout == "pages"
+
+
+def test_a_mistyped_path_is_not_sought_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "novels").mkdir()
+    (tmp_path / "books" / "poems.txt").write_text("It ran.")
+    monkeypatch.chdir(tmp_path)
+    for name, hint in (
+        ("books/novel", "'novels'"),
+        ("books/poem.txt", "'poems.txt'"),
+        ("a/b/c", ""),
+        ("x/y.jsonl", ""),
+    ):
+        options = BuildOptions(input=[name], tokenizer="sample", output="")
+        with pytest.raises(UserError, match=f"no such f.*{hint}"):
+            list_inputs(options)
+
+
+def test_one_module_adds_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is that of the page on extending."""
+    page = (REPOSITORY / "docs" / "extending.md").read_text()
+    (code,) = re.findall(r'```python title="data_prep/formats/cookies.py"\n(.*?)```', page, re.S)
+    (tmp_path / "cookies.py").write_text(code)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    before = dict(FORMATS)
+    import_module("data_prep.formats.cookies")
+    (tmp_path / "a.fortune").write_text("A cat.\nIt ran.\n%\nA dog.\n")
+    try:
+        assert [d.text for d in read(tmp_path / "a.fortune")] == ["A cat.\nIt ran.", "A dog."]
+    finally:
+        del sys.modules["data_prep.formats.cookies"]
+        del FORMATS["cookies"]
+    assert before == FORMATS
