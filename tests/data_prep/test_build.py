@@ -620,7 +620,7 @@ def test_a_document_that_fails_costs_itself_only(
 
     def failing(*content: Any) -> Any:
         (texts,) = (value for value in content if isinstance(value, list))
-        if any("FAIL" in text for text in texts):
+        if "FAIL" in str(texts):
             raise error("string index out of range")
         return original(*content)
 
