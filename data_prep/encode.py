@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 
 import numpy as np
 import pyarrow as pa
@@ -98,6 +99,7 @@ class TextEncoder:
         kinds = [(parts[name] or {}).get("type") for name in BERT]
         only_roles = all(token["special"] for token in parts.get("added_tokens") or [])
         self.word_by_word = only_roles and kinds == list(BERT.values())
+        self._lock = Lock()  # a worker of a cluster may have several threads
         self._clear_table()
 
     def _clear_table(self) -> None:
@@ -114,6 +116,11 @@ class TextEncoder:
             return self._tokenize(sentences)
         if not self.word_by_word:
             return self._encode_texts(documents)
+        with self._lock:
+            return self._encode_words(sentences)
+
+    def _encode_words(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `encode` does, with the table of words."""
         # To the tokenizer, a line end in a sentence is a space.
         text = pa.array([_END.join(sentence.replace(_END, " ") for sentence in sentences)])
         words = pc.split_pattern(pc.replace_substring_regex(text, _MARKS, r" \1 "), " ").flatten()
