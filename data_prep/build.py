@@ -180,7 +180,7 @@ class _Builder(NamedTuple):
         """Yields the documents as tokens, encoding many sentences at a time."""
         for batch in _batched(documents, lambda document: len(document[1]), BATCH_SENTENCES):
             try:
-                tokens, lengths = self.encoder.encode([s for _, texts in batch for s in texts])
+                tokens, lengths = self.encoder.encode([texts for _, texts in batch])
             except FATAL:
                 raise
             except BaseException as error:  # of the tokenizer: only the document with it is dropped

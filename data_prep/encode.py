@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +15,19 @@ import pyarrow.compute as pc
 
 from multicls.errors import UserError, first_line
 from multicls.sample import SAMPLE, sample_model
-from multicls.tokenization import load_tokenizer
+from multicls.tokenization import load_tokenizer, with_roles_only
 
 CONFIG = "tokenizer_config.json"
 BERT = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer", "model": "WordPiece"}
 TABLE_WORDS = 1 << 19  # words in the table before it is emptied: about 100 MB a process
 _MARKS = r"([!-/:-@\[-`{-~\n])"  # ASCII punctuation, each always a word of its own, and the end of a sentence
 _END, _STOP = "\n", "."
+TEXT_SENTENCES = 256  # sentences of a document that are one text to the tokenizer
+_CJK = "\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\uff01-\uff9f"  # punctuation, kana, Han, full and half width
+# No space follows a Chinese or Japanese sentence that ends in a mark, perhaps one that other scripts share.
+_NO_SPACE = re.compile(
+    f"(?:[{_CJK}][!?.\u2026\u2014\u2019\u201d]+|[\u3001\u3002\u3009-\u3011\u3015\uff01\uff09\uff0c\uff1a\uff1b\uff1f])$"
+)
 
 
 def load_tokenizer_files(name: str) -> dict[str, bytes]:
@@ -41,23 +49,40 @@ def load_tokenizer_files(name: str) -> dict[str, bytes]:
                 load_tokenizer(name).save_pretrained(converted)
                 main = Path(converted, main.name)
             Tokenizer.from_file(str(main))
+            described = main.with_name(CONFIG)
+            config = json.loads(described.read_bytes()) if described.is_file() else {}
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(
                 f"--tokenizer {name}: no fast tokenizer there or on the Hub, and none that becomes one "
                 f'({first_line(error)}); "{SAMPLE}" is the embedded one.'
             ) from None
-        files = {"tokenizer.json": main, CONFIG: main.with_name(CONFIG)}
-        return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+        files = {CONFIG: described.read_bytes()} if described.is_file() else {}
+        text = with_roles_only(main.read_text(encoding="utf-8"), config)
+        return {"tokenizer.json": text.encode("utf-8")} | files
+
+
+def join_sentences(sentences: Sequence[str]) -> tuple[str, list[int]]:
+    """Returns the text of consecutive sentences of a document, and the index in it at which each sentence ends.
+
+    A space stands between sentences, but none after the full stop of a Chinese or Japanese one.
+    """
+    spaced = [s if _NO_SPACE.search(s, max(0, len(s) - 4)) else f"{s} " for s in sentences]
+    begins = [0, *accumulate(map(len, spaced[:-1]))]
+    ends = [begin + len(s) for begin, s in zip(begins, sentences, strict=True)]
+    return "".join(spaced)[: ends[-1]], ends
 
 
 class TextEncoder:
-    """Encodes sentences as token ids.
+    """Encodes the sentences of documents as the token ids that the tokenizer gives for the whole document.
 
     A BERT tokenizer (BertNormalizer, BertPreTokenizer, WordPiece) looks at no more than a word at a time: it always
     splits at spaces and around ASCII punctuation, and its normalizer changes characters one by one. So the ids of a
-    sentence are those of its words, and words repeat. Other tokenizers get whole sentences.
+    sentence are those of its words, and words repeat. Other tokenizers get the text of `join_sentences`, and a token
+    belongs to the sentence in which it ends. So the first sentence of a document has the tokens that begin a text, and
+    all others those that follow one: "The" and "\\u0120The" in byte-level BPE, also where a training example begins.
 
-    Text never becomes a special token: "[SEP]" in a sentence is split like any other word.
+    Text never becomes [CLS] or another role: "[SEP]" in a sentence is split as any word. Words that a user added to the
+    tokenizer are found.
     """
 
     def __init__(self, tokenizer_json: str, table_words: int = TABLE_WORDS) -> None:
@@ -72,8 +97,9 @@ class TextEncoder:
         self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
         parts = json.loads(tokenizer_json)
         kinds = [(parts[name] or {}).get("type") for name in BERT]
-        only_special = all(token["special"] for token in parts.get("added_tokens") or [])
-        self.word_by_word = only_special and kinds == list(BERT.values())
+        only_roles = all(token["special"] for token in parts.get("added_tokens") or [])
+        self.word_by_word = only_roles and kinds == list(BERT.values())
+        self._lock = Lock()  # a worker of a cluster may have several threads
         self._clear_table()
 
     def _clear_table(self) -> None:
@@ -83,10 +109,18 @@ class TextEncoder:
         self._starts: np.ndarray = np.zeros(2, np.int64)
         self._tokens: np.ndarray = np.zeros(0, self.dtype)
 
-    def encode(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of all sentences, concatenated, (N,), and each sentence's number of tokens, (S,) int64."""
-        if not sentences or not self.word_by_word:
+    def encode(self, documents: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of all documents' sentences, (N,), and each sentence's number of tokens, (S,) int64."""
+        sentences = list(chain.from_iterable(documents))
+        if not sentences:
             return self._tokenize(sentences)
+        if not self.word_by_word:
+            return self._encode_texts(documents)
+        with self._lock:
+            return self._encode_words(sentences)
+
+    def _encode_words(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `encode` does, with the table of words."""
         # To the tokenizer, a line end in a sentence is a space.
         text = pa.array([_END.join(sentence.replace(_END, " ") for sentence in sentences)])
         words = pc.split_pattern(pc.replace_substring_regex(text, _MARKS, r" \1 "), " ").flatten()
@@ -98,6 +132,26 @@ class TextEncoder:
         index = np.arange(ends[-1]) + np.repeat(self._starts[entries] - (ends - lengths), lengths)
         bounds = np.concatenate([ends[entries == 0], ends[-1:]])  # entry 0 is the end of a sentence
         return self._tokens[index], np.diff(bounds, prepend=0)
+
+    def _encode_texts(self, documents: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `encode` does. The sentence before is the context of a text within a document."""
+        spans = [
+            (sentences, first)
+            for sentences in documents
+            for first in range(0, len(sentences), TEXT_SENTENCES)
+        ]
+        joined = [join_sentences(d[max(0, i - 1) : i + TEXT_SENTENCES]) for d, i in spans]
+        encodings = self.tokenizer.encode_batch(
+            [text for text, _ in joined], add_special_tokens=False
+        )
+        tokens, lengths = list[np.ndarray](), list[np.ndarray]()
+        for encoding, (_, stops), (_, first) in zip(encodings, joined, spans, strict=True):
+            ends = np.array([end for _, end in encoding.offsets], np.int64)
+            bounds = np.searchsorted(np.maximum.accumulate(ends), [-1, *stops[:-1]], side="right")
+            bounds = np.append(bounds, len(ends))[int(first > 0) :]
+            tokens.append(np.array(encoding.ids, self.dtype)[bounds[0] :])
+            lengths.append(np.diff(bounds))
+        return np.concatenate(tokens), np.concatenate(lengths)
 
     def _look_up(self, words: list[str]) -> np.ndarray:
         """Returns the table entries of distinct words, (W,), and adds the new ones to the table."""

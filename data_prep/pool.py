@@ -1,16 +1,22 @@
 """Runs functions in this process, on a local Dask cluster, or on any Dask cluster that runs already."""
 
+import hashlib
 import logging
 import multiprocessing
 import os
+import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import forkserver
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from multicls.errors import UserError, first_line, print_stderr
+from multicls.files import REPOSITORY
 
 DEATHS = 3  # of workers, after which a call has failed
 RETRIES = 2  # of a call that raises an error: a network file system may fail once
@@ -32,6 +38,7 @@ LOCAL = {
     "dashboard_address": "127.0.0.1:0",
     "silence_logs": logging.CRITICAL,
 }
+CODE = ("data_prep", "multicls")  # packages that workers of a cluster get from the command
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
@@ -71,7 +78,47 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
             if scheduler is not None or attempt + 1 == DEATHS:
                 raise UserError(f"{what}: Dask does not answer: {first_line(error)}.") from None
     with client:
+        if scheduler is not None:
+            _upload_code(client)
         yield client.get_executor(retries=RETRIES, pure=False)
+
+
+def _upload_code(client: Any) -> None:
+    """Brings the modules to the scheduler and to all workers, also to those that start later.
+
+    They need the packages only: no copy of the repository, and never one of another version.
+    """
+    import cloudpickle
+
+    this = sys.modules[__name__]
+    files = sorted(path for name in CODE for path in (REPOSITORY / name).glob("*.py"))
+    texts = {path.relative_to(REPOSITORY).as_posix(): path.read_text("utf-8") for path in files}
+    digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
+    with TemporaryDirectory() as folder:
+        path = Path(folder, f"multicls-code-{digest}.zip")
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in texts.items():
+                archive.writestr(name, text)
+        cloudpickle.register_pickle_by_value(this)  # they cannot import this module yet
+        try:
+            client.run_on_scheduler(_forget_other_code, path.name)
+            client.run(_forget_other_code, path.name)
+        finally:
+            cloudpickle.unregister_pickle_by_value(this)
+        client.upload_file(str(path))
+
+
+def _forget_other_code(name: str) -> None:
+    """Removes the modules of other versions from a process, unless it has last been given the archive `name`."""
+    import sys
+
+    archives = [path for path in sys.path if "multicls-code-" in path]
+    if archives and archives[0].endswith(name):
+        return
+    sys.path[:] = [path for path in sys.path if path not in archives]
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("data_prep", "multicls"):
+            del sys.modules[module]
 
 
 def run_all(

@@ -20,9 +20,10 @@ import pyarrow as pa
 
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, sha256_of
+from multicls.tokenization import FACET
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MAX_TOKENS = (1 << 16) - 1  # tokens in a row; a count then fits into uint16
 
 
@@ -130,8 +131,13 @@ class Corpus:
         self.manifest = manifest = read_json(path / MANIFEST)
         version = manifest.get("format_version") if isinstance(manifest, dict) else None
         if version != FORMAT_VERSION:
+            reason = ""
+            if isinstance(version, int) and version < FORMAT_VERSION:
+                reason = (
+                    " (before it, each sentence was tokenized alone, without the space before it)"
+                )
             raise UserError(
-                f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}; "
+                f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}{reason}; "
                 "remove the folder and prepare it again."
             )
         shards = {shard["name"]: shard for shard in manifest["shards"]}
@@ -218,11 +224,17 @@ def held_out_share(hashes: np.ndarray) -> np.ndarray:
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
-    """Returns the SHA-256 of the parts that decide the token ids of a text: normalizer, pre-tokenizer and model.
+    """Returns the SHA-256 of the parts that decide the token ids of a text.
 
-    Added special tokens and the post-processor do not affect corpus text and are left out. A tokenizer therefore keeps
-    its fingerprint when facet tokens are added.
+    These are normalizer, pre-tokenizer, model and the added tokens that are words. Special tokens and the
+    post-processor do not affect corpus text. A tokenizer therefore keeps its fingerprint when facet tokens are added.
     """
     parts = json.loads(tokenizer_json)
     deciding = {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
+    if words := [
+        [token["content"], token["id"]]
+        for token in parts.get("added_tokens") or []
+        if not token["special"] and not FACET.fullmatch(token["content"])
+    ]:
+        deciding["words"] = sorted(words)
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode("utf-8")).hexdigest()

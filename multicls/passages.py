@@ -87,7 +87,8 @@ def read_passages(
         passages, begin = [], 0
         for end in row.offsets[1:].tolist():
             if end - begin >= TOKENS:
-                passages.append(tokenizer.decode(row.tokens[begin:end].tolist()))
+                # Byte-level BPE decodes the space before a sentence, which a text of its own has not.
+                passages.append(tokenizer.decode(row.tokens[begin:end].tolist()).strip())
                 begin = end
         texts += passages[:per_document]
         documents += [number] * len(passages[:per_document])

@@ -1,11 +1,15 @@
 """Facet tokens in a Hugging Face tokenizer, whose post-processor makes `[CLS] [C1]..[CK] a [SEP] b [SEP]`."""
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from multicls.errors import UserError, first_line
 
 # Role of a special token -> the role that replaces it if a tokenizer has no such token.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FACET = re.compile(r"[\[<]unused_?\d+[\]>]|\[C\d+\]")
 ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
 
 
@@ -28,12 +32,52 @@ def load_tokenizer(checkpoint: str, revision: str | None = None) -> Any:
     return tokenizer
 
 
+def with_roles_only(tokenizer_json: str, names: Mapping[str, Any]) -> str:
+    """Returns a tokenizer.json in which only roles and facets are special; a token that a user added is a word.
+
+    A literal "[SEP]" in a text is text, since text must not place special tokens. A word as "[DRUG]" that a user made
+    a special token has to stay one token, in the corpus as in fine-tuning.
+
+    Args:
+        names: The tokens of the roles: `tokenizer_config.json`, or a tokenizer's `special_tokens_map`. Without any, the
+            JSON is returned as it is.
+    """
+    values = [names.get(role) for role in NAMED]
+    roles = {
+        value["content"] if isinstance(value, dict) else str(value) for value in values if value
+    }
+    parts = json.loads(tokenizer_json)
+    words = [
+        token
+        for token in parts.get("added_tokens") or []
+        if token["special"]
+        and token["content"] not in roles
+        and not FACET.fullmatch(token["content"])
+    ]
+    if not roles or not words:
+        return tokenizer_json
+    for token in words:
+        token["special"] = False
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def keep_words(tokenizer: Any) -> None:
+    """Makes the special tokens of a fast tokenizer that a user added words, as `with_roles_only` does."""
+    from tokenizers import Tokenizer
+
+    backend = tokenizer.backend_tokenizer
+    content = with_roles_only(backend.to_str(), tokenizer.special_tokens_map)
+    fresh = Tokenizer.from_str(content)
+    fresh.encode_special_tokens = backend.encode_special_tokens
+    tokenizer._tokenizer = fresh  # special tokens of a backend cannot become words
+
+
 def facet_tokens(vocabulary: dict[str, int], num_facets: int) -> list[str]:
     """Returns the facet tokens: the first K unused tokens of the vocabulary, or K new tokens if it has fewer.
 
     In bert-base-uncased they are `[unused0]`, `[unused1]`, ... (ids 1..K), so the vocabulary does not grow.
     """
-    unused = [token for token in vocabulary if re.fullmatch(r"[\[<]unused_?\d+[\]>]", token)]
+    unused = [token for token in vocabulary if FACET.fullmatch(token) and "unused" in token]
     if len(unused) >= num_facets:
         return sorted(unused, key=vocabulary.__getitem__)[:num_facets]
     return [f"[C{k}]" for k in range(1, num_facets + 1)]
@@ -62,7 +106,8 @@ def with_facets(tokenizer: Any, num_facets: int, token_types: bool = True) -> An
     cls, sep = named["cls_token"], named["sep_token"]
     pair_ids: list[int] = tokenizer("a", "a")["input_ids"]
     between = sep if pair_ids.count(tokenizer.convert_tokens_to_ids(sep)) < 3 else f"{sep} {sep}"
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    content = with_roles_only(tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map)
+    backend = Tokenizer.from_str(content)
     backend.no_padding()
     backend.no_truncation()
     facets = facet_tokens(backend.get_vocab(), num_facets)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from multicls.errors import UserError, first_line
 from multicls.files import REPOSITORY, atomic_folder, missing_folder, read_json, sha256_of
 from multicls.sample import SAMPLE, sample_model
+from multicls.tokenization import keep_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -151,6 +152,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
     options = {"split_special_tokens": True, "trust_remote_code": False}
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    keep_words(tokenizer)
     lacks = vocab_size - len(tokenizer)
     if not 0 <= lacks <= max(PAD_TO, min(0.1 * vocab_size, PADDING)):
         raise ValueError(

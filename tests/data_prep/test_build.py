@@ -415,8 +415,8 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_path: Path) -> None:
     words = command(tmp_path / "out", large_input(tmp_path / "in"))
-    file, environment = tmp_path / "scheduler.json", os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    dask: Any = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    file = tmp_path / "scheduler.json"
+    dask: Any = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     flags = ["--scheduler-file", str(file), "--no-dashboard"]
     scheduler = [program("dask"), "scheduler", *flags, "--port", "0", "--host", "127.0.0.1"]
     worker = [program("dask"), "worker", *flags, "--nthreads", "1", "--no-nanny"]
@@ -431,6 +431,54 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
     assert b"Traceback" not in errors
     assert completed(words).returncode == 0
     Corpus(tmp_path / "out").verify()
+
+
+@pytest.mark.slow
+def test_a_cluster_outside_the_repository_gets_the_code_from_the_command(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    """Its workers have threads; after a run of one version they run another."""
+    folder, file = large_input(tmp_path / "in", 6), tmp_path / "scheduler.json"
+    other = tmp_path / "other"
+    for name in ("data_prep", "multicls"):
+        shutil.copytree(REPOSITORY / name, other / name)
+    text = (other / "data_prep" / "merge.py").read_text()
+    (other / "data_prep" / "merge.py").write_text(text.replace("PASSAGE = 1000", "PASSAGE = 300"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    dask: Any = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
+    dask["stderr"] = subprocess.DEVNULL
+    code = [sys.executable, "-c", "import data_prep"]
+    assert subprocess.run(code, **dask).returncode == 1
+    flags = ["--scheduler-file", str(file), "--no-dashboard"]
+    address = ["--port", "0", "--host", "127.0.0.1"]
+    started = [subprocess.Popen([program("dask"), "scheduler", *flags, *address], **dask)]
+    try:
+        until(file.exists)
+        worker = [program("dask"), "worker", *flags, "--nthreads", "2", "--no-nanny"]
+        started += [subprocess.Popen(worker, **dask) for _ in range(2)]
+        for version in (REPOSITORY, other, REPOSITORY):
+            outputs = [tmp_path / name for name in ("one", "cluster")]
+            for output, where in zip(
+                outputs, (["--workers=1"], ["--scheduler", str(file)]), strict=True
+            ):
+                words = [
+                    sys.executable,
+                    str(version / "data_prep" / "run.py"),
+                    "--input",
+                    str(folder),
+                ]
+                words += ["--tokenizer", str(tiny_tokenizer), "--output", str(output), *where]
+                done = completed(words)
+                assert done.returncode == 0, done.stderr
+            same_files(*outputs)
+            passages = Corpus(outputs[1]).num_passages
+            assert (passages > Corpus(outputs[1]).manifest["tokens"] / 400) == (version == other)
+            for output in outputs:
+                shutil.rmtree(output)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_each_worker_of_a_large_cluster_has_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,7 +662,7 @@ def test_a_document_that_fails_costs_itself_only(
 
     def failing(*content: Any) -> Any:
         (texts,) = (value for value in content if isinstance(value, list))
-        if any("FAIL" in text for text in texts):
+        if "FAIL" in str(texts):
             raise error("string index out of range")
         return original(*content)
 

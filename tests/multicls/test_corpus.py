@@ -68,7 +68,7 @@ def test_arrow_columns_carry_the_documented_names(tmp_path: Path) -> None:
 
 def test_a_corpus_of_an_older_format_is_refused(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, FORMAT_VERSION - 1)
-    message = r"corpus format 4, but this program reads format 5; .*prepare it again"
+    message = r"corpus format 5, but this program reads format 6 .*prepare it again"
     with pytest.raises(UserError, match=message):
         Corpus(folder)
 
