@@ -151,11 +151,15 @@ class TopicTable(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Returns the topics (B, T), in fp32 and of length 1, of token ids (B, L); 0 for a text of unknown words."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # A token that occurs c times counts c times by 1 / c of its weight: no table of the vocabulary is made.
-        is_same_BLL = (input_ids[:, :, None] == input_ids[:, None, :]) & (mask[:, None, :] > 0)
-        counts_BL = is_same_BLL.sum(dim=-1).clamp(min=1).to(self.idf.dtype)
-        weights_BL = (1 + counts_BL.log()) / counts_BL * self.idf[input_ids] * (mask > 0)
-        sums_BT = torch.einsum("bl,blt->bt", weights_BL.float(), self.table[input_ids].float())
+        # Equal tokens are neighbours after sorting, and make runs; c of them count c times by 1 / c of their weight. So
+        # no table of the vocabulary is made, and a text may be long.
+        ids_BL, order_BL = input_ids.sort(dim=1)
+        real_BL = mask.gather(1, order_BL).to(self.idf.dtype)
+        run_BL = F.pad((ids_BL[:, 1:] != ids_BL[:, :-1]).long().cumsum(dim=1), (1, 0))
+        lengths_BL = torch.zeros_like(real_BL).scatter_add(1, run_BL, real_BL)
+        counts_BL = lengths_BL.gather(1, run_BL).clamp(min=1)
+        weights_BL = real_BL * (1 + counts_BL.log()) / counts_BL * self.idf[ids_BL]
+        sums_BT = torch.einsum("bl,blt->bt", weights_BL.float(), self.table[ids_BL].float())
         return F.normalize(sums_BT, dim=-1)
 
 
