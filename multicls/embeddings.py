@@ -6,7 +6,7 @@ that model's pooling, prompt, Dense and Normalize.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, sha256_of
 from multicls.measures import Array
 
+# What is compared by default: parts side by side, each of which weighs the same.
+EMBEDDINGS = ("mean", "cls", "facets", "mean+topics", "facets+topics")
 MOST_TOKENS = 256  # by default; most of what an encoder knows of a text is in its beginning
 BATCH = 32  # texts of a forward pass
 CHUNK = 1000  # texts that the tokenizer reads at a time
@@ -35,10 +37,10 @@ def parts_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
 
 
 def embed(
-    encode: Callable[..., Any],
-    tokenizer: Any,
     texts: Sequence[str],
     *,
+    encode: Callable[..., Any],
+    tokenizer: Any,
     max_length: int,
     num_facets: int = 0,
     device: Any = "cpu",
@@ -82,6 +84,21 @@ def embed(
     if topics is not None:
         arrays["topics"] = topics_of(topics, tokenizer, texts)
     return arrays
+
+
+def embed_rows(rows: Sequence[Sequence[str]], **options: Any) -> dict[str, Array]:
+    """Returns what `embed` does for rows of one text, (N, F), or of two, (N, 2, F)."""
+    found = embed([text for row in rows for text in row], **options)
+    width = len(rows[0]) if rows else 1
+    if width == 1:
+        return found
+    return {part: values.reshape(len(rows), width, -1) for part, values in found.items()}
+
+
+def available(parts: Iterable[str]) -> list[str]:
+    """Returns those of `EMBEDDINGS` that these parts make."""
+    have = set(parts)
+    return [name for name in EMBEDDINGS if have.issuperset(name.split("+"))]
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -158,9 +175,15 @@ class Embedder:
     ) -> dict[str, Array]:
         """Returns the embeddings of texts by part, (N, F), without topics."""
         if not self.is_sentence_transformer:
-            sizes: Any = {"max_length": self.max_length, "num_facets": self.num_facets}
-            sizes |= {"device": self.device, "progress": progress}
-            return embed(self.model, self.tokenizer, texts, **sizes)
+            return embed(
+                texts,
+                encode=self.model,
+                tokenizer=self.tokenizer,
+                max_length=self.max_length,
+                num_facets=self.num_facets,
+                device=self.device,
+                progress=progress,
+            )
         found = list[Array]()
         for start in range(0, len(texts), 8 * BATCH):
             rows = list(texts[start : start + 8 * BATCH])

@@ -14,12 +14,14 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from multicls.labels import LabelType
+from multicls.errors import UserError
+from multicls.labels import LabelledRows, LabelType
 from multicls.measures import LOWER_IS_BETTER, METRICS, Array, predictions_of, row_values
 
 REPEATS = 2  # of the folds
 FOLDS = 5
 HALVES = 20  # training sets of half of the rows, which show what other training rows would change
+FEWEST_ROWS = 20
 FEW_HALVES = 6  # of a system that takes minutes to fit
 
 
@@ -77,6 +79,31 @@ class Rows:
         if self.kind == "multi_label":
             return int(self.targets.shape[1])
         return max(len(self.classes), int(self.targets.max()) + 1)
+
+
+def rows_of(table: LabelledRows, source: str) -> Rows:
+    """Returns the rows of a file as systems read them; rows of equal texts are a unit.
+
+    Raises:
+        UserError: There are fewer than 20 rows or two rows per class, or all labels are alike.
+    """
+    number = {name: index for index, name in enumerate(table.classes)}
+    if table.kind == "score":
+        targets = np.array(table.labels, dtype=float)
+    elif table.kind == "class":
+        targets = np.array([number[name] for (name,) in table.labels])
+    else:
+        targets = np.array([[float(n in names) for n in table.classes] for names in table.labels])
+    total, least = len(targets), max(FEWEST_ROWS, 2 * len(table.classes))
+    if total < least:
+        what = f"{len(table.classes)} classes need" if least > FEWEST_ROWS else "a probe needs"
+        raise UserError(
+            f"{source}: {total} labelled rows: {what} {least} or more, better hundreds."
+        )
+    if len(np.unique(targets, axis=0)) < 2:
+        raise UserError(f"{source}: {total} labelled rows: all labels are alike.")
+    _, units = np.unique(["\0".join(texts) for texts in table.texts], return_inverse=True)
+    return Rows(table.kind, targets, table.texts, units=units, classes=table.classes)
 
 
 class System(Protocol):

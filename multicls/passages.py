@@ -3,19 +3,23 @@
 It needs no labels. A document counts as one unit in intervals, since its passages are alike.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from multicls.corpus import Corpus
-from multicls.probe import NO_TOPICS, Array, Difference
+from multicls.embeddings import available
+from multicls.evaluation import Difference, Scores, compare
+from multicls.measures import Array
 
 TOKENS = 40  # of a passage, at least; LENGTH are read
 LENGTH = 64
 PER_DOCUMENT = 20  # most passages, so that no long document makes up the result
 CANDIDATES = 50
 FEWEST = 20  # passages that say something
+FEWEST_DOCUMENTS = 10  # for an interval
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,22 @@ class Passages:
         """Indices of the passages whose next one is of the same document, (Q,)."""
         return np.flatnonzero(self.documents[:-1] == self.documents[1:])
 
-    def values(self, embeddings: Array, topics: slice = NO_TOPICS) -> Array:
-        """Returns for each query if the next passage is nearer by cosine than all others drawn, (Q,) of 0 and 1.
+    def scores(self, features: Mapping[str, Array]) -> dict[str, Scores]:
+        """Returns the recall of each embedding that the parts make: one value per query, with documents as units.
 
-        Topics count like all columns.
+        A part is divided by its mean length, so that parts weigh the same.
         """
+        units = self.documents[self.queries]
+        found = dict[str, Scores]()
+        for name in available(features):
+            parts = [features[part] for part in name.split("+")]
+            sizes = [max(float(np.linalg.norm(part, axis=1).mean()), 1e-9) for part in parts]
+            hits = self.hits(np.hstack([p / size for p, size in zip(parts, sizes, strict=True)]))
+            found[name] = Scores(hits[None], np.zeros((0, len(hits))), units)
+        return found
+
+    def hits(self, embeddings: Array) -> Array:
+        """Returns for each query if the next passage is nearer by cosine than all others drawn, (Q,) of 0 and 1."""
         unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-9)
         generator, hits = np.random.default_rng(0), []
         for query in self.queries:
@@ -54,20 +69,12 @@ class Passages:
             hits.append(unit[query] @ unit[query + 1] > (unit[others] @ unit[query]).max())
         return np.array(hits, dtype=float)
 
-    def difference(self, hits: Array, reference: Array) -> Difference:
-        """Returns the difference of two recalls with its 95 % interval, by a bootstrap over documents.
-
-        With fewer than ten documents the interval is infinite: they say nothing about others.
-        """
-        owners = self.documents[self.queries]
-        groups = [np.flatnonzero(owners == number) for number in np.unique(owners)]
-        change, generator = hits - reference, np.random.default_rng(0)
-        if len(groups) < 10:
-            return Difference(float(change.mean()), -np.inf, np.inf)
-        draws = generator.integers(len(groups), size=(1000, len(groups)))
-        means = [change[np.concatenate([groups[i] for i in draw])].mean() for draw in draws]
-        low, high = np.quantile(means, (0.025, 0.975))
-        return Difference(float(change.mean()), float(low), float(high))
+    def difference(self, scores: Scores, reference: Scores) -> Difference:
+        """Returns the difference of two recalls; fewer than ten documents say nothing about others."""
+        change = compare(scores, reference)
+        if len(np.unique(scores.units)) < FEWEST_DOCUMENTS:
+            return Difference(change.mean, -np.inf, np.inf, change.covers)
+        return change
 
 
 def read_passages(

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from multicls.evaluation import Rows
+from multicls.embeddings import available
+from multicls.evaluation import Difference, Rows, Scores, Splits, compare, evaluate
 from multicls.files import read_json, write_json
 from multicls.labels import LabelType
 from multicls.measures import LOWER_IS_BETTER, Array, predictions_of, score
@@ -454,3 +455,25 @@ class Given:
     def predict(self, rows: Rows) -> Array:
         """Returns the outputs of the rows."""
         return rows.features[self.part]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Linear models on labelled rows, each embedding's on the same draws of training rows."""
+
+    rows: Rows
+    splits: Splits
+
+    @property
+    def name(self) -> str:
+        """The measure, for people."""
+        return f"probe ({self.rows.metric} with {self.splits.train_rows} rows)"
+
+    def scores(self, features: Mapping[str, Array]) -> dict[str, Scores]:
+        """Returns the scores of each embedding that the parts make."""
+        systems = {name: Linear.of(name) for name in available(features)}
+        return evaluate(systems, replace(self.rows, features=features), self.splits)
+
+    def difference(self, scores: Scores, reference: Scores) -> Difference:
+        """Returns the difference of two embeddings' scores."""
+        return compare(scores, reference)

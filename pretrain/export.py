@@ -23,13 +23,12 @@ from multicls.files import atomic_folder, read_json, write_json
 from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
 from pretrain.folder import RunFolder
-from pretrain.settings import ModelSettings, PretrainSettings, ProbeSettings
+from pretrain.settings import ModelSettings, PretrainSettings
 
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
 LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # for `from_pretrained`
-HEADS = ("mean", "cls", "facets")  # embeddings that a head of fine-tuning has the name of
 
 
 class ExportOptions(Settings):
@@ -59,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if output.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
         raise UserError(f"--output {output}: exists and is no export; set a new folder.")
     write_model(folder, step, output)
-    print_summary([("model", f"{output} (step {step} of {folder.path})")], next_command(output))
+    command = next_command(output, settings_of(folder))
+    print_summary([("model", f"{output} (step {step} of {folder.path})")], command)
     return 0
 
 
@@ -83,17 +83,15 @@ def settings_of(folder: RunFolder) -> PretrainSettings:
     return load_settings(PretrainSettings, [folder.settings])
 
 
-def next_command(folder: Path, probe: ProbeSettings | None = None, view: str = "") -> str:
-    """Returns a command that fits a classifier on an exported model: a probe of `view`, or a head all models have."""
-    rows = probe or ProbeSettings()
-    head = (
-        ["probe", "--pooling", view] if rows.file and view else [view if view in HEADS else "mean"]
-    )
-    command = ["python", "finetune/run.py", "--model", str(folder), "--head", *head]
-    command += ["--train_file", rows.file or "ROWS.csv"]
+def next_command(folder: Path, settings: PretrainSettings) -> str:
+    """Returns a command that compares an exported model with the original one on labelled rows."""
+    rows = settings.probe
+    command = ["python", "finetune/compare.py", "--train_file", rows.file or "ROWS.csv"]
     for name, value in rows.model_dump(exclude={"file"}, exclude_defaults=True).items():
         command += [f"--{name}", str(value)]
-    return shlex.join(command)
+    if not settings.model.random_weights:
+        command += ["--model", f"original={settings.model.checkpoint}"]
+    return shlex.join([*command, "--model", f"mine={folder}"])
 
 
 def describe_model(

@@ -11,9 +11,9 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from tqdm import tqdm
 
 from multicls.console import print_line, progress_bar
+from multicls.embeddings import EMBEDDINGS
 from multicls.errors import UserError
 from multicls.files import append_jsonl, atomic_write, read_jsonl
-from multicls.probe import VIEWS
 from pretrain.folder import RunFolder
 
 SHOWN = {  # of a record, on the console
@@ -29,7 +29,7 @@ SHOWN = {  # of a record, on the console
     "acc/mcqt": "acc mcqt {:.2f}",
     "acc/so": "acc so {:.2f}",
     "facets/mean_cosine": "cos {:.2f}",
-    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in VIEWS},
+    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in EMBEDDINGS},
 }
 
 

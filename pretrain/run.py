@@ -24,7 +24,7 @@ from multicls.console import print_line, print_summary
 from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
-from multicls.files import REPOSITORY, read_json
+from multicls.files import REPOSITORY
 from multicls.labels import LabelledSettings
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
@@ -144,12 +144,12 @@ def print_end(settings: PretrainSettings, folder: RunFolder) -> None:
     """Prints what a finished run has made, and the next commands."""
     from pretrain.export import next_command
 
-    path, view = folder.path, read_json(folder.done).get("view", "")
+    path = folder.path
     rows = "" if folder.plan.exists() else " --probe_file ROWS.csv"  # no recall
     made = {
         "model": folder.export,
         "curves": f"tensorboard --logdir {path / 'tb'}",
-        "next": next_command(folder.export, settings.probe, view),
+        "next": next_command(folder.export, settings),
         "what changed": f"python tools/first_look.py {shlex.quote(str(path))}{rows}",
     }
     print_summary(made.items())

@@ -8,7 +8,7 @@ without new facets, which is what one has without pretraining.
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,27 +21,21 @@ import torch.distributed as dist
 from multicls.build import quiet_transformers
 from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
+from multicls.embeddings import EMBEDDINGS, embed_rows
 from multicls.errors import UserError
+from multicls.evaluation import Difference, Scores, random_draws, rows_of
 from multicls.files import atomic_folder, atomic_write, read_json, read_jsonl, write_json
 from multicls.labels import LabelType, read_labelled
+from multicls.measures import Array
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages, read_passages
-from multicls.probe import (
-    VIEWS,
-    Array,
-    Difference,
-    Draws,
-    draw_rows,
-    draws_of,
-    embed,
-    targets_of,
-    values_of,
-)
+from multicls.systems import Probe
 from pretrain.folder import RunFolder
 from pretrain.observe import Observer
 from pretrain.settings import PretrainSettings
 
 ROWS = 300  # at most; fewer choose the wrong step
+TRAIN_ROWS = 100  # of a draw; half of the rows where there are fewer than twice as many
 DRAWS = 10
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
 FALLING = 3  # validations, each with a lower value than the one before, are a warning
@@ -55,14 +49,14 @@ class ProbeRows:
     """The rows that a run probes.
 
     Attributes:
-        texts: Each a text or a pair of texts.
-        measure: Makes values of the embeddings of the rows, and differences of values.
+        texts: Tuples of one text or two.
+        measure: Scores the embeddings of the rows.
         hash: Changes with the rows.
         notes: Lines for the log.
     """
 
-    texts: list[Any]
-    measure: Draws | Passages
+    texts: Sequence[tuple[str, ...]]
+    measure: Probe | Passages
     hash: str = ""
     notes: tuple[str, ...] = ()
 
@@ -112,29 +106,30 @@ def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> Pro
     if not passages.are_enough:
         return None
     note = f"next-passage recall: {len(passages.texts)} passages of held-out documents"
-    return ProbeRows(passages.texts, passages, _hash(passages.texts, passages.documents), (note,))
+    texts = [(text,) for text in passages.texts]
+    return ProbeRows(texts, passages, _hash(texts, passages.documents), (note,))
 
 
 def _labelled_rows(settings: PretrainSettings) -> ProbeRows:
     """Returns rows of the probe file."""
     file = str(settings.probe.file)
     table = read_labelled(file, settings.probe)
-    targets = targets_of(table.kind, table.labels, table.classes)
-    draws_of(table, file)  # refuses files of too few rows
-    chosen = choose_rows(table.kind, targets, max(ROWS, 2 * len(table.classes)))
-    texts = [table.texts[row] for row in chosen]
-    draws = draw_rows(table.kind, targets[chosen], draws=DRAWS)
+    every = rows_of(table, file)
+    chosen = choose_rows(every.kind, every.targets, max(ROWS, 2 * len(table.classes)))
+    rows = every.take(chosen)
+    splits = random_draws(rows, TRAIN_ROWS, DRAWS)
     notes = [f"{file}: {line}" for line in table.notes]
     notes.append(
-        f"probe: {len(chosen)} of {len(targets)} rows of {file}, cut to {settings.data.seq_length} tokens; "
-        f"{draws.train_rows} fit a linear model in each of {DRAWS} draws. Training reads no label, so rows may stand "
+        f"probe: {len(chosen)} of {len(every.targets)} rows of {file}, cut to {settings.data.seq_length} tokens; "
+        f"{splits.train_rows} fit a linear model in each of {DRAWS} draws. Training reads no label, so rows may stand "
         "in the corpus."
     )
-    return ProbeRows(texts, draws, _hash(texts, targets[chosen]), tuple(notes))
+    hashed = _hash(rows.texts, rows.targets)
+    return ProbeRows(rows.texts, Probe(rows, splits), hashed, tuple(notes))
 
 
-def _hash(texts: list[Any], labels: Array) -> str:
-    content = json.dumps([texts, labels.tolist(), ROWS, DRAWS])
+def _hash(texts: Sequence[tuple[str, ...]], labels: Array) -> str:
+    content = json.dumps([list(texts), labels.tolist(), ROWS, DRAWS])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -178,7 +173,7 @@ class Selection(Observer):
         self.best: Best | None = None
         self.latest: Best | None = None
         self.history: list[float] = []
-        self.first: dict[str, Array] = {}
+        self.first: dict[str, Scores] = {}
         self.scores: dict[str, float] = {}
         self.last: dict[str, Difference] = {}
         self._is_best, self._seconds, self._begun = False, 0.0, time.perf_counter()
@@ -197,7 +192,7 @@ class Selection(Observer):
     @property
     def recommended(self) -> str:
         """Name of the embedding that labels would be learned from; "" if passages alone are not sure of any."""
-        is_shown = isinstance(self._measure, Draws) or self.chosen.change.low > 0
+        is_shown = isinstance(self._measure, Probe) or self.chosen.change.low > 0
         return self.chosen.view if is_shown else ""
 
     def measure(self, engine: Any, done: int) -> dict[str, float]:
@@ -208,10 +203,10 @@ class Selection(Observer):
         else:
             with engine.evaluation():
                 ranks = {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
-                views = self._embed(
+                parts = self._embed(
                     engine.encode, self._tokenizer, engine.device, engine.module, **ranks
                 )
-            metrics = on_rank_0(lambda: self.compare(views, done))
+            metrics = on_rank_0(lambda: self.compare(parts, done))
         self._seconds += time.perf_counter() - begun
         return metrics
 
@@ -227,11 +222,11 @@ class Selection(Observer):
         return self._embed(model.multicls.eval().to(device), tokenizer, device, model)
 
     def _embed(self, encode: Any, tokenizer: Any, device: Any, model: Any, **ranks: int) -> Any:
-        """Returns the embeddings of the rows by name."""
-        return embed(
-            encode,
-            tokenizer,
+        """Returns the embeddings of the rows by part."""
+        return embed_rows(
             self._rows.texts,
+            encode=encode,
+            tokenizer=tokenizer,
             max_length=self._settings.data.seq_length,
             num_facets=model.config.num_facets,
             device=device,
@@ -239,24 +234,22 @@ class Selection(Observer):
             **ranks,
         )
 
-    def compare(self, views: dict[str, Array], step: int) -> dict[str, float]:
+    def compare(self, parts: Mapping[str, Array], step: int) -> dict[str, float]:
         """Returns what `measure` does, from the embeddings of the rows at a step. Rank 0 calls it."""
         # Weights that are not finite have embeddings that are not.
-        finite = {name: np.nan_to_num(x, posinf=0.0, neginf=0.0) for name, x in views.items()}
-        values = values_of(self._measure, finite)
+        finite = {part: np.nan_to_num(x, posinf=0.0, neginf=0.0) for part, x in parts.items()}
+        scores = self._measure.scores(finite)
         if step == 0:
-            with atomic_write(self._folder.baseline, "wb") as file:
-                np.savez(file, **values)  # type: ignore[arg-type]
+            write_scores(self._folder.baseline, scores)
             write_json(self._folder.plan, {"hash": self._rows.hash})
         if not self.first:
-            with np.load(self._folder.baseline, allow_pickle=False) as saved:
-                self.first = dict(saved)
+            self.first = read_scores(self._folder.baseline)
             self._take(0, self.first)
             self.history = self._recorded(step)
             if step > 0 and self._folder.best.exists():  # of before a resume
                 fields = read_json(self._folder.best)
                 self.best = Best(**fields | {"change": Difference(**fields["change"])})
-        self._is_best = self._take(step, values)
+        self._is_best = self._take(step, scores)
         self.history.append(max(self.scores.values()))
         metrics: dict[str, float] = {}
         for name, change in self.last.items():
@@ -266,10 +259,11 @@ class Selection(Observer):
             metrics[f"probe/{name}_change_high"] = change.high
         return metrics
 
-    def _take(self, step: int, values: dict[str, Array]) -> bool:
-        """Takes the values of a validation as the last ones; returns True if they are the best so far."""
-        self.scores = {name: float(np.nanmean(found)) for name, found in values.items()}
-        self.last = {n: self._measure.difference(x, self.first["mean"]) for n, x in values.items()}
+    def _take(self, step: int, scores: Mapping[str, Scores]) -> bool:
+        """Takes the scores of a validation as the last ones; returns True if they are the best so far."""
+        mean = self.first["mean"]
+        self.scores = {name: found.mean for name, found in scores.items()}
+        self.last = {n: self._measure.difference(found, mean) for n, found in scores.items()}
         view = max(self.scores, key=self.scores.__getitem__)
         self.latest = Best(step, self.scores[view], view, self.last[view])
         is_best = self.best is None or self.latest.value > self.best.value
@@ -280,7 +274,9 @@ class Selection(Observer):
     def _recorded(self, step: int) -> list[float]:
         """Returns the best score of each validation before `step` that metrics.jsonl has."""
         records = [r for r in read_jsonl(self._folder.metrics) if r["step"] < step]
-        scores = [[v for n in VIEWS if (v := r.get(f"probe/{n}")) is not None] for r in records]
+        scores = [
+            [v for n in EMBEDDINGS if (v := r.get(f"probe/{n}")) is not None] for r in records
+        ]
         return [max(values) for values in scores if values]
 
     def keeps(self, done: int) -> bool:
@@ -326,7 +322,7 @@ class Selection(Observer):
         """Returns lines for the end of a run: before and after, and which embedding to take."""
         name, lines = self._measure.name, list[str]()
         for view, change in self.last.items():
-            before = f"{100 * np.nanmean(self.first[view]):.1f} -> " if view in self.first else ""
+            before = f"{100 * self.first[view].mean:.1f} -> " if view in self.first else ""
             lines.append(
                 f"{name}, {view}: {before}{100 * self.scores[view]:.1f}; against the mean at step 0 {change}"
             )
@@ -342,13 +338,38 @@ class Selection(Observer):
             kept = f" The best step, {self.best.step}, is kept." if is_kept else ""
             what = "all embeddings" if all_worse else "the mean over tokens"
             lines.append(f"warning: the run made {what} worse.{kept} {advice(self._settings)}")
-        if max(float(np.nanmean(found)) for found in self.first.values()) >= TOO_EASY:
+        if max(found.mean for found in self.first.values()) >= TOO_EASY:
             lines.append(
                 "these labels are too easy to show a gain: step 0 has them nearly all right"
             )
         elif self.chosen.change.low <= 0:
             lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
+
+
+def write_scores(path: Path, scores: Mapping[str, Scores]) -> None:
+    """Writes the values of embeddings, by name."""
+    arrays = dict[str, Array]()
+    for name, found in scores.items():
+        arrays |= {f"{name} folds": found.folds, f"{name} draws": found.draws}
+        arrays |= {f"{name} units": found.units, f"{name} train": np.array(found.train_rows)}
+    with atomic_write(path, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def read_scores(path: Path) -> dict[str, Scores]:
+    """Returns what `write_scores` has written."""
+    with np.load(path, allow_pickle=False) as saved:
+        names = [name.removesuffix(" folds") for name in saved if name.endswith(" folds")]
+        return {
+            name: Scores(
+                saved[f"{name} folds"],
+                saved[f"{name} draws"],
+                saved[f"{name} units"],
+                float(saved[f"{name} train"]),
+            )
+            for name in names
+        }
 
 
 def advice(settings: PretrainSettings) -> str:

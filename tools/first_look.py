@@ -5,10 +5,10 @@ python tools/first_look.py runs/mine --probe_file tickets.csv
 
 Each held-out document is cut into passages of whole sentences. A query is a passage; the right answer is the next
 passage of its document, among 49 others drawn from all held-out documents. Embeddings are compared by cosine: at
-[CLS], by the mean over the tokens, and the sum of the facets, which are new and untrained before the pretraining.
-With labelled rows, read as in the run unless a flag says otherwise, a linear model is fitted on 100 of them and scored
-on the others, in 20 draws (multicls/probe.py); all embeddings are compared with the mean of the original checkpoint.
-The picture, RUN/first_look.png, also has the losses on held-out text.
+[CLS], by the mean over the tokens, and the facets, which are new and untrained before the pretraining.
+With labelled rows, read as in the run unless a flag says otherwise, linear models are evaluated in repeated folds over
+all of them (multicls/evaluation.py); all embeddings are compared with the mean of the original checkpoint. The
+picture, RUN/first_look.png, also has the losses on held-out text.
 """
 
 import sys
@@ -26,18 +26,20 @@ from pydantic_settings import CliPositionalArg
 from multicls.console import print_summary
 from multicls.corpus import Corpus
 from multicls.distributed import uses_cuda
+from multicls.embeddings import embed_rows
 from multicls.errors import UserError, run_command
+from multicls.evaluation import folds, rows_of
 from multicls.files import read_jsonl
 from multicls.labels import LabelledSettings, read_labelled
+from multicls.measures import Array
 from multicls.passages import LENGTH, TOKENS, Passages, read_passages
-from multicls.probe import Array, Draws, draws_of, embed, values_of
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
+from multicls.systems import Probe
 
 LOSSES = {"loss/mlm": "MLM", "loss/tfidf": "TF-IDF", "loss/mcqt": "MCQT"}
-NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "sum": "facets"}
-LABELS = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets, concatenated"}
-LABELS |= {"mean_topics": "mean and topics", "facets_topics": "facets and topics"}
+NAMES = {"cls": "[CLS]", "mean": "mean over tokens", "facets": "facets"}
+LABELS = NAMES | {"mean+topics": "mean and topics", "facets+topics": "facets and topics"}
 
 
 class Options(LabelledSettings):
@@ -57,7 +59,7 @@ class Options(LabelledSettings):
 
 def compare(
     title: str,
-    measure: Draws | Passages,
+    measure: Probe | Passages,
     before: dict[str, Array],
     after: dict[str, Array],
     names: dict[str, str],
@@ -66,18 +68,20 @@ def compare(
     """Prints the scores of embeddings before and after, in percent, and returns them.
 
     Args:
+        before: Embeddings by part.
         names: Embedding -> its name in the table.
         reference: The embedding before that all are compared with; None: each with itself.
     """
     print(title)
     change_to = "after - mean before" if reference else "change"
     print(f"  {'embedding':24}{'before':>8}{'after':>8}   {change_to}, 95 % interval")
-    old, new = (values_of(measure, views, names) for views in (before, after))
+    old, new = measure.scores(before), measure.scores(after)
     scores = pd.DataFrame(columns=["before", "after"], dtype=float)
     for name, shown in names.items():
         if name in new:
             change = measure.difference(new[name], old[reference or name])
-            was, now = (100 * float(np.nanmean(x[name])) for x in (old, new))
+            was = 100 * old[name].mean if name in old else np.nan
+            now = 100 * new[name].mean
             scores.loc[shown] = was, now
             print(f"  {shown:24}{was:8.1f}{now:8.1f}   {change}")
     return scores
@@ -124,22 +128,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if path := options.probe_file or of_run.file:
         given = options.model_dump(include=set(LabelledSettings.model_fields), exclude_unset=True)
         table = read_labelled(path, of_run.model_copy(update=given))
-        draws = draws_of(table, path)
+        rows = rows_of(table, path)
+        probe = Probe(rows, folds(rows))
     # The base model as it is has the embeddings but the new facets, which a model that began at random has alone.
     with_facets = (True,) if settings.model.random_weights else (True, False)
     models = [model_before(folder, facets) for facets in with_facets]
     trained = (AutoModel.from_pretrained(hf), AutoTokenizer.from_pretrained(hf))
     device = "cuda" if uses_cuda() else "cpu"
 
-    def views(texts: list[Any], length: int) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Returns the embeddings before and after."""
+    def parts(texts: Any, length: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Returns the embeddings before and after, by part."""
         before, after = dict[str, Array](), dict[str, Array]()
         begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
+        # Topics come from the corpus, not from the training: the model before has the same.
+        topics = trained[0].topics.to(device) if trained[0].topics is not None else None
         for found, encoder, tokenizer in [*begun, (after, *trained)]:
-            facets, encoder = encoder.config.num_facets, encoder.eval().to(device)
-            sizes: Any = {"max_length": length, "num_facets": facets, "device": device}
-            # Topics come from the corpus, not from the training: the model before has the same.
-            found |= embed(encoder, tokenizer, texts, topics=trained[0].topics, **sizes)
+            found |= embed_rows(
+                texts,
+                encode=encoder.eval().to(device),
+                tokenizer=tokenizer,
+                max_length=length,
+                num_facets=encoder.config.num_facets,
+                device=device,
+                topics=topics,
+            )
         return before, after
 
     passages = read_passages(corpus, settings.data.validation_fraction, trained[1])
@@ -149,15 +161,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if passages.are_enough:
         held_out, among = len(np.unique(passages.documents)), passages.candidates
         title = f"recall at 1 among {among}: {len(passages.texts):,} passages, {held_out} held-out documents"
-        recalls = compare(title, passages, *views(passages.texts, LENGTH), NAMES)
+        texts = [(text,) for text in passages.texts]
+        recalls = compare(title, passages, *parts(texts, LENGTH), NAMES)
     elif table:
         print(f"{few} for recall")
     else:
         raise UserError(f"{corpus.path}: {few} for recall; set --probe_file.")
     if table:
-        title = f"{draws.name} of {len(table.texts):,}, {len(draws.train)} draws; change: against the mean before"
+        what = f"{rows.metric} of linear models on {len(table.texts):,} rows, in folds"
+        title = f"{what}; change: against the mean before"
         length = options.max_length or settings.data.seq_length
-        compare(title, draws, *views(table.texts, length), LABELS, "mean")
+        compare(title, probe, *parts(table.texts, length), LABELS, "mean")
     records = [r for r in read_jsonl(folder.metrics) if r["split"] == "validation"]
     draw(run / "first_look.png", recalls, records)
     print_summary([("picture", run / "first_look.png")])

@@ -1,5 +1,6 @@
 """The probe of a run: the same on any ranks and ZeRO stages, resumed, the best step kept, files that are no probe."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,12 +13,14 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from multicls.embeddings import EMBEDDINGS, embed_rows
 from multicls.errors import UserError
+from multicls.evaluation import evaluate, random_draws, rows_of
 from multicls.files import read_json, write_json
 from multicls.labels import LabelledSettings, read_labelled
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages
-from multicls.probe import VIEWS, draw_rows, embed, targets_of
+from multicls.systems import Linear
 from pretrain.export import chosen_step, load_topics
 from pretrain.folder import RunFolder
 from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
@@ -68,7 +71,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         assert "probe: 60 of 60 rows of" in printed and "the best embedding is" in printed
         columns = "--text_column body --label_column kind"
         assert f"--train_file {rows} {columns}" in printed and "tools/first_look.py" in printed
-        best = [max(line[f"probe/{view}"] for view in VIEWS) for line in probes(folder)]
+        best = [max(line[f"probe/{view}"] for view in EMBEDDINGS) for line in probes(folder)]
         step = (0, 4, 8)[int(np.argmax(best))]
         exported = read_json(folder / "hf" / "export.json")["step"]
         assert exported == (step or 8)
@@ -80,7 +83,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
     assert "already finished" in logs(folder) and following in logs(folder)
     first = found["zero2", 1]
     assert len(first) == 3 and first[0]["probe/mean_change"] == 0.0
-    keys = {f"probe/{name}" for name in VIEWS}
+    keys = {f"probe/{name}" for name in EMBEDDINGS}
     assert keys <= first[0].keys() and "probe/facets_change_low" in first[0]
     assert found["zero3", 2][0] == pytest.approx(first[0])  # before weights differ by rounding
 
@@ -110,7 +113,7 @@ def test_no_better_step_exports_the_model_before(
     assert fork(folder, flags=flags) == [[0]], logs(folder)
     away.rename(base_folder)
     assert "the model before training is exported" in logs(folder)
-    assert "--head probe --pooling" in logs(folder)
+    assert "finetune/compare.py --train_file" in logs(folder)
     exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
     assert exported.config.num_facets == 0 and read_json(folder / "hf" / "export.json")["step"] == 0
     inputs = AutoTokenizer.from_pretrained(folder / "hf")(
@@ -124,9 +127,14 @@ def test_no_better_step_exports_the_model_before(
     assert before["probe/mean"] == 1.0
     assert "probe/facets" not in before and "probe/facets" in after, "new facets before a step"
     table = read_labelled(rows, LabelledSettings(text_column="body", label_column="kind"))
-    plain = embed(base, AutoTokenizer.from_pretrained(tiny_bert), table.texts, max_length=32)
-    draws = draw_rows("class", targets_of("class", table.labels, table.classes), draws=10)
-    assert before["probe/mean"] == pytest.approx(np.nanmean(draws.values(plain["mean"])))
+    plain_rows = rows_of(table, rows)
+    features = embed_rows(
+        table.texts, encode=base, tokenizer=AutoTokenizer.from_pretrained(tiny_bert), max_length=32
+    )
+    with_features = dataclasses.replace(plain_rows, features=features)
+    splits = random_draws(plain_rows, 100, 10)
+    scores = evaluate({"mean": Linear(("mean",))}, with_features, splits)
+    assert before["probe/mean"] == pytest.approx(scores["mean"].mean)
     topics = TopicTable(exported.config.vocab_size, 8)
     topics.load_state_dict(load_topics(RunFolder(folder)))
     assert first_look.main([str(folder)]) == 0
@@ -296,13 +304,17 @@ def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
         return read_rows(settings, no_corpus, None, resumes=resumes)
 
     short, (*_, note) = read(100, resumes=False)
-    assert len(short.texts) == 300 and len(short.measure.train) == 10 and "300 of 900 rows" in note
+    assert (
+        len(short.texts) == 300
+        and len(short.measure.splits.draws) == 10
+        and "300 of 900 rows" in note
+    )
     assert read(100)[0] is None, "step 0 was not measured"
     write_json(tmp_path / "probe.json", {"hash": short.hash})
     extended = read(2000)[0]
     assert extended.texts == short.texts
-    for first, second in zip(extended.measure.train, short.measure.train, strict=True):
-        assert np.array_equal(first, second)
+    pairs = zip(extended.measure.splits.draws, short.measure.splits.draws, strict=True)
+    assert all(np.array_equal(first[0], second[0]) for first, second in pairs)
     none, (warning,) = read(2000, "b")
     assert none is None and "the run began with other rows" in warning
     with pytest.raises(UserError, match="--run.keep_best null"):
