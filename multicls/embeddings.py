@@ -37,10 +37,10 @@ def parts_of(outputs: Any, attention_mask: Any, num_facets: int) -> dict[str, An
 
 
 def embed(
-    texts: Sequence[str],
-    *,
     encode: Callable[..., Any],
     tokenizer: Any,
+    texts: Sequence[str],
+    *,
     max_length: int,
     num_facets: int = 0,
     device: Any = "cpu",
@@ -86,9 +86,11 @@ def embed(
     return arrays
 
 
-def embed_rows(rows: Sequence[Sequence[str]], **options: Any) -> dict[str, Array]:
+def embed_rows(
+    encode: Callable[..., Any], tokenizer: Any, rows: Sequence[Sequence[str]], **options: Any
+) -> dict[str, Array]:
     """Returns what `embed` does for rows of one text, (N, F), or of two, (N, 2, F)."""
-    found = embed([text for row in rows for text in row], **options)
+    found = embed(encode, tokenizer, [text for row in rows for text in row], **options)
     width = len(rows[0]) if rows else 1
     if width == 1:
         return found
@@ -176,9 +178,9 @@ class Embedder:
         """Returns the embeddings of texts by part, (N, F), without topics."""
         if not self.is_sentence_transformer:
             return embed(
+                self.model,
+                self.tokenizer,
                 texts,
-                encode=self.model,
-                tokenizer=self.tokenizer,
                 max_length=self.max_length,
                 num_facets=self.num_facets,
                 device=self.device,

@@ -224,9 +224,9 @@ class Selection(Observer):
     def _embed(self, encode: Any, tokenizer: Any, device: Any, model: Any, **ranks: int) -> Any:
         """Returns the embeddings of the rows by part."""
         return embed_rows(
+            encode,
+            tokenizer,
             self._rows.texts,
-            encode=encode,
-            tokenizer=tokenizer,
             max_length=self._settings.data.seq_length,
             num_facets=model.config.num_facets,
             device=device,

@@ -144,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         topics = trained[0].topics.to(device) if trained[0].topics is not None else None
         for found, encoder, tokenizer in [*begun, (after, *trained)]:
             found |= embed_rows(
+                encoder.eval().to(device),
+                tokenizer,
                 texts,
-                encode=encoder.eval().to(device),
-                tokenizer=tokenizer,
                 max_length=length,
                 num_facets=encoder.config.num_facets,
                 device=device,

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import embeddings, inference, setfit_peer
 from benchmarks.harness import Report, ratio, take_turns
+from multicls.evaluation import Scores
 from multicls.passages import Passages
 from tests.finetune.runs import write_rows
 from tests.processes import answers_of
@@ -48,16 +49,21 @@ def test_first_look_finds_next_passages() -> None:
     near = np.array([0.0, 0.1, 0.25, 2.0, 2.1, 4.0, 4.1, 4.25])
     far = np.array([0.0, 2.0, 4.0, 0.5, 2.5, 4.5, 1.0, 3.0])
 
-    def hits(angles: np.ndarray) -> list[bool]:
-        points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        return [bool(hit) for hit in passages.values(points)]
+    def points(angles: np.ndarray) -> np.ndarray:
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
-    assert hits(near) == [True, False, True, True, False], "the third passage is the furthest"
-    assert not any(hits(far))
-    after, before = np.array(hits(near), float), np.array(hits(far), float)
+    found = passages.hits(points(near)).tolist()
+    assert found == [True, False, True, True, False], "the third passage is the furthest"
+    assert not any(passages.hits(points(far)))
+    after, before = (passages.scores({"mean": points(angles)})["mean"] for angles in (near, far))
+    assert after.mean == pytest.approx(0.6) and before.mean == 0.0
     assert passages.difference(after, before).high == np.inf, "three documents are too few"
     many = Passages([], np.concatenate([documents + 3 * number for number in range(4)]))
-    change = many.difference(np.tile(after, 4), np.tile(before, 4))
+    units = many.documents[many.queries]
+    more, fewer = (
+        Scores(np.tile(of.folds, 4), np.zeros((0, len(units))), units) for of in (after, before)
+    )
+    change = many.difference(more, fewer)
     assert 0.0 < change.low < 0.6 < change.high <= 1.0 and change.mean == pytest.approx(0.6)
 
 

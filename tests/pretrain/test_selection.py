@@ -128,9 +128,8 @@ def test_no_better_step_exports_the_model_before(
     assert "probe/facets" not in before and "probe/facets" in after, "new facets before a step"
     table = read_labelled(rows, LabelledSettings(text_column="body", label_column="kind"))
     plain_rows = rows_of(table, rows)
-    features = embed_rows(
-        table.texts, encode=base, tokenizer=AutoTokenizer.from_pretrained(tiny_bert), max_length=32
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    features = embed_rows(base, tokenizer, table.texts, max_length=32)
     with_features = dataclasses.replace(plain_rows, features=features)
     splits = random_draws(plain_rows, 100, 10)
     scores = evaluate({"mean": Linear(("mean",))}, with_features, splits)
