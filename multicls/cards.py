@@ -10,6 +10,7 @@ from multicls.files import write_json
 from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
 
 CARD = "README.md"
+EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 TRANSFORMERS = "5.17"  # the oldest release that loads the models; pyproject.toml has the same
 METHOD = "multicls"
 HUB_ID = (

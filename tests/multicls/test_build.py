@@ -9,8 +9,11 @@ import pytest
 import torch
 import transformers as hf
 
-from multicls.build import build
+from multicls.build import build, new_parts
 from multicls.errors import UserError
+from multicls.files import write_json
+from multicls.modeling_multicls import TopicTable
+from multicls.optim import parameter_groups
 from multicls.tokenization import facet_ids
 from tests.encoders import SIZES, encoder_config, save_encoder, wordpiece
 
@@ -52,6 +55,104 @@ def test_a_multicls_checkpoint_is_continued(tiny_bert: Path, tmp_path: Path) -> 
     hf.AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="tokenizer inserts 0 facets, the model has 3"):
         quietly(tmp_path, num_facets=3)
+
+
+def factors_of(model: Any) -> dict[str, float]:
+    """Returns each weight's factor of the learning rate where that of new weights is 10."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    groups = parameter_groups(model, 0.0, 10.0)
+    return {names[weight]: group["lr_factor"] for group in groups for weight in group["params"]}
+
+
+def test_new_weights_are_those_that_the_checkpoint_lacks(tiny_bert: Path, tmp_path: Path) -> None:
+    factors = factors_of(quietly(tiny_bert, num_facets=3)[0])
+    for name, factor in factors.items():
+        is_new = name.startswith(("multicls.facet_head", "tfidf", "order")) or ".facets." in name
+        assert factor == (10.0 if is_new else 1.0), name
+    assert factors["multicls.encoder.encoder.layer.0.facets.weight"] == 10.0
+    assert factors["mlm.lm.cls.predictions.transform.dense.weight"] == 1.0
+    hf.AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    hf.AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    model, tokenizer = quietly(tmp_path, num_facets=3)
+    assert factors_of(model) == factors | {n: 10.0 for n in factors if n.startswith("mlm.")}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert set(factors_of(quietly(tmp_path, num_facets=3)[0]).values()) == {1.0}
+    untrained = {"new_weights": [name for name in factors if name.startswith("mlm.")]}
+    write_json(tmp_path / "export.json", untrained)  # as of a run without masked LM
+    assert new_parts(quietly(tmp_path, num_facets=3)[0]) == ["MLM head"]
+    random = factors_of(quietly(tmp_path, num_facets=3, random_weights=True)[0])
+    assert {n for n, factor in random.items() if factor == 1.0} == {
+        name for name in random if ".encoder." in name
+    }
+
+
+LACKING: list[tuple[str, str]] = [
+    ("AutoModel", "encoder, facets; new: MLM head (its loss begins near 6.0), TF-IDF head, order"),
+    ("AutoModelForSequenceClassification", "encoder, facets; new: MLM head"),
+    ("AutoModelForMaskedLM", "encoder, MLM head, facets; new: TF-IDF head, order head"),
+    ("AutoModelForPreTraining", "all"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), LACKING)
+def test_a_multicls_model_saved_as_any_class_is_continued(
+    tiny_bert: Path, tmp_path: Path, kind: str, line: str
+) -> None:
+    """As its Trainer, sentence-transformers or `save_pretrained` leave it."""
+    first, tokenizer = quietly(tiny_bert, num_facets=3)
+    first.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    getattr(hf, kind).from_pretrained(tmp_path).save_pretrained(tmp_path)
+    notes: list[str] = []
+    model: Any = build(str(tmp_path), num_facets=3, report=notes.append)[0]
+    assert notes == [notes[0]] and notes[0].startswith(f"weights: {line}")
+    state, expected = model.state_dict(), first.state_dict()
+    assert state.keys() == expected.keys() and "id2label" not in model.config.to_diff_dict()
+    for name, weight in state.items():
+        kept = not name.startswith(tuple(model.new_weights))
+        assert torch.equal(weight, expected[name]) or not kept, name
+        assert (weight - weight.mean()).abs().max() < 0.5, f"{name} is drawn"
+    assert {name.split(".")[0] for name in model.new_weights} <= {"mlm", "tfidf", "order"}
+
+
+def test_a_multicls_model_without_facets_gets_new_ones(tiny_bert: Path, tmp_path: Path) -> None:
+    first, tokenizer = quietly(tiny_bert, num_facets=0)
+    first.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    notes: list[str] = []
+    model: Any
+    model, tokenizer = build(str(tmp_path), num_facets=3, report=notes.append)
+    assert notes == ["weights: encoder, MLM head, TF-IDF head; new: facets, order head"]
+    assert (facet_ids(tokenizer), model.config.facet_layers) == ((1, 2, 3), [1, 2])
+    expected = first.state_dict()
+    for name, weight in model.state_dict().items():
+        assert name in model.new_weights or torch.equal(weight, expected[name]), name
+    assert len(model.new_weights) == 2 + 3 + 4  # layers, facet head, order head
+    assert quietly(tmp_path, num_facets=0)[0].new_weights == set()
+
+
+def test_topics_stay_with_the_corpus_they_are_of(tiny_bert: Path, tmp_path: Path) -> None:
+    first, tokenizer = quietly(tiny_bert, num_facets=3)
+    first.multicls.add_topics(TopicTable(first.config.vocab_size, 7).state_dict())
+    first.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert hf.AutoModel.from_pretrained(tmp_path).topics.table.shape[1] == 7
+    model, _ = quietly(tmp_path, num_facets=3)
+    assert model.config.num_topics == 0 and model.multicls.topics is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(
+    tiny_bert: Path, tmp_path: Path, value: float
+) -> None:
+    model = hf.AutoModelForMaskedLM.from_pretrained(tiny_bert)
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.bias[3] = value
+    model.save_pretrained(tmp_path)
+    hf.AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"its weight encoder\.layer\.1\.output\.dense\.bias holds"):
+        quietly(tmp_path)
 
 
 def test_the_vocabulary_grows_to_a_multiple_and_never_shrinks(tmp_path: Path) -> None:
