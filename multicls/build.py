@@ -85,6 +85,7 @@ def build(
         )
         if source is encoder or not source.num_facets:
             tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
+        tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_tokens)
         if random_weights:
             model: Any = MultiClsForPreTraining(config)
             new = {name for name, _ in model.named_parameters() if ".encoder." not in name}

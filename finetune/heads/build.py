@@ -25,7 +25,8 @@ OTHERS = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 ENTRY = "task_model"  # a saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
-PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
+PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack, if they are a tenth of it at most
+ALIGNMENT = 64  # pretraining pads vocabularies of any size to a multiple
 
 
 class Incompatible(UserError):
@@ -153,7 +154,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
     options = {"split_special_tokens": True, "trust_remote_code": False}
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if not max(0.9 * vocab_size, vocab_size - PADDING) <= len(tokenizer) <= vocab_size:
+    least = min(max(0.9 * vocab_size, vocab_size - PADDING), vocab_size - ALIGNMENT + 1)
+    if not least <= len(tokenizer) <= vocab_size:
         raise ValueError(
             f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
             f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"

@@ -127,3 +127,14 @@ def test_a_vocabulary_is_at_most_padded(tiny_bert: Path) -> None:
         assert load_tokenizer(tiny_bert, 29_000) is tokenizer
         with pytest.raises(ValueError, match="28,996 entries, its vocabulary 30,522"):
             load_tokenizer(tiny_bert, 30_522)
+
+
+def test_pretraining_pads_a_small_vocabulary(tiny_bert: Path) -> None:
+    """A tokenizer of 72 entries leaves pretraining with a vocabulary of 128; one of 64 would not."""
+    tokenizer = mock.MagicMock()
+    with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
+        tokenizer.__len__.return_value = 72
+        assert load_tokenizer(tiny_bert, 128) is tokenizer
+        tokenizer.__len__.return_value = 64
+        with pytest.raises(ValueError, match="64 entries, its vocabulary 128"):
+            load_tokenizer(tiny_bert, 128)

@@ -142,6 +142,22 @@ def test_topics_stay_with_the_corpus_they_are_of(tiny_bert: Path, tmp_path: Path
     assert model.config.num_topics == 0 and model.multicls.topics is None
 
 
+@pytest.mark.parametrize(("kind", "most"), [("bert", 64), ("roberta", 62)])
+def test_a_tokenizer_cuts_at_what_the_encoder_reads(kind: str, most: int, tmp_path: Path) -> None:
+    """Also where the checkpoint's tokenizer names no limit, as many on the Hub."""
+    save_encoder(kind, tmp_path)
+    for limit, expected in ((None, most), (40, 40), (512, most)):
+        theirs = hf.AutoTokenizer.from_pretrained(tmp_path)
+        theirs.model_max_length = limit or int(1e30)
+        theirs.save_pretrained(tmp_path)
+        model, tokenizer = quietly(tmp_path, num_facets=2)
+        tokenizer.save_pretrained(tmp_path / "ours")
+        saved = hf.AutoTokenizer.from_pretrained(tmp_path / "ours")
+        batch = saved(["bal " * 80], truncation=True, return_tensors="pt")
+        assert batch["input_ids"].shape[1] == expected
+        model(**batch)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(
     tiny_bert: Path, tmp_path: Path, value: float
