@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 from transformers.utils.hub import extract_commit_hash
 
-from multicls.cards import EXPORT_INFO
+from multicls.cards import EXPORT_INFO, SENTENCE_TRANSFORMER, sentence_embedding
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder, read_json
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
@@ -101,8 +101,26 @@ def build(
         file = cached_file(checkpoint, "config.json", revision=revision)
         model.config._commit_hash = extract_commit_hash(file, None)  # of the Hub; None: a folder
         report(f"weights: {'random' if random_weights else _origin(model)}")
+        model.sentence_files = SENTENCE_TRANSFORMER
+        if not random_weights:
+            _keep_embedding(model, source, checkpoint, revision, report)
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
+
+
+def _keep_embedding(
+    model: Any, source: Any, checkpoint: str, revision: str | None, report: Callable[[str], None]
+) -> None:
+    """Lets the model embed texts as the checkpoint's SentenceTransformer does; reports what is replaced."""
+    embedding = sentence_embedding(checkpoint, revision, model.config.encoder.model_type)
+    pooling, normalize = "mean", False
+    if isinstance(source, MultiClsConfig):
+        pooling, normalize = source.pooling, source.normalize
+    model.config.pooling = embedding.pooling or pooling
+    model.config.normalize = embedding.normalize or normalize
+    model.sentence_files = embedding.files
+    if embedding.replaced:
+        report(f"sentence embedding: replaces {', '.join(embedding.replaced)}")
 
 
 def part_of(name: str) -> str:

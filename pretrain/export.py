@@ -16,12 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import (
-    EXPORT_INFO,
-    SENTENCE_TRANSFORMER,
-    inherited_metadata,
-    write_sentence_transformer,
-)
+from multicls.cards import EXPORT_INFO, inherited_metadata, write_sentence_transformer
 from multicls.console import print_summary
 from multicls.errors import UserError, print_stderr, run_command
 from multicls.files import atomic_folder, read_json, write_json
@@ -116,7 +111,7 @@ def describe_model(
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
-        write_sentence_transformer(fresh, SENTENCE_TRANSFORMER)
+        write_sentence_transformer(fresh, model.sentence_files)
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
         metadata = inherited_metadata(source) if source else {}

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from sentence_transformers import SentenceTransformer
 
 from multicls.build import build, new_parts
+from multicls.cards import write_sentence_transformer
 from multicls.errors import UserError
 from multicls.files import write_json
 from multicls.modeling_multicls import TopicTable
@@ -156,6 +158,70 @@ def test_a_tokenizer_cuts_at_what_the_encoder_reads(kind: str, most: int, tmp_pa
         batch = saved(["bal " * 80], truncation=True, return_tensors="pt")
         assert batch["input_ids"].shape[1] == expected
         model(**batch)
+
+
+def declare(folder: Path, *modules: tuple[str, dict[str, Any]], **config: Any) -> None:
+    """Makes a checkpoint a SentenceTransformer with these modules after the model, in the older files' names."""
+    kind = "sentence_transformers.models."
+    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{kind}Transformer"}]
+    for number, (name, fields) in enumerate(modules, start=1):
+        path = f"{number}_{name}"
+        listed.append({"idx": number, "name": str(number), "path": path, "type": kind + name})
+        write_json(folder / path / "config.json", fields)
+    write_json(folder / "modules.json", listed)
+    write_json(folder / "config_sentence_transformers.json", config)
+
+
+CLS, MEAN = {"pooling_mode_cls_token": True}, {"pooling_mode": "mean"}
+
+
+@pytest.mark.parametrize("pooling", [CLS, MEAN])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_sentence_transformers_embedding_is_kept(
+    tmp_path: Path, pooling: dict[str, Any], normalize: bool
+) -> None:
+    base, ours = save_encoder("bert", tmp_path / "base"), tmp_path / "ours"
+    modules: list[tuple[str, Any]] = [("Pooling", {"word_embedding_dimension": 32} | pooling)]
+    modules += [("Normalize", {})] * normalize
+    declare(base, *modules, prompts={"query": "fil "}, similarity_fn_name="dot")
+    write_json(base / "sentence_bert_config.json", {"max_seq_length": 20})
+    theirs: Any = SentenceTransformer(str(base), device="cpu")
+    texts = ["bal del", "gol", "nar pel ros " * 30]
+    expected = theirs.encode(texts, prompt_name="query", convert_to_tensor=True)
+    for folder in (base, ours):  # and from a Multi-CLS checkpoint
+        notes: list[str] = []
+        model: Any
+        model, tokenizer = build(str(folder), num_facets=0, report=notes.append)
+        assert len(notes) == 1
+        model.save_pretrained(ours)
+        tokenizer.save_pretrained(ours)
+        write_sentence_transformer(ours, model.sentence_files)
+        again: Any = SentenceTransformer(str(ours), device="cpu", trust_remote_code=True)
+        found = again.encode(texts, prompt_name="query", convert_to_tensor=True)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert (found.norm(dim=1).allclose(torch.ones(3))) == normalize
+        assert (again.max_seq_length, again.similarity_fn_name) == (20, "dot")
+    with_facets: Any = quietly(base, num_facets=2)[0]
+    assert with_facets.config.pooling == ("cls" if pooling is CLS else "mean")
+    assert with_facets.config.normalize == normalize
+    config = quietly(base, num_facets=2, random_weights=True)[0].config
+    assert (config.pooling, config.normalize) == ("mean", False)
+
+
+def test_what_replaces_an_embedding_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    base = save_encoder("bert", tmp_path)
+    both = {"pooling_mode": ["cls", "max"], "include_prompt": False}
+    declare(base, ("Pooling", both), ("Dense", {}), ("Normalize", {}))
+    notes: list[str] = []
+    model: Any = build(str(base), num_facets=2, report=notes.append)[0]
+    assert notes[1:] == [
+        "sentence embedding: replaces cls and max pooling by the mean over tokens, "
+        "pooling without the prompt by pooling with it, the module Dense by nothing"
+    ]
+    assert (model.config.pooling, model.config.normalize) == ("mean", True)
+    declare(base, ("Pooling", {"pooling_mode_max_tokens": True}))
+    build(str(base), num_facets=2, report=notes.append)
+    assert notes[-1] == "sentence embedding: replaces max pooling by the mean over tokens"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
