@@ -13,12 +13,23 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 from transformers.utils.hub import extract_commit_hash
 
+from multicls.cards import EXPORT_INFO, SENTENCE_TRANSFORMER, sentence_embedding
 from multicls.errors import UserError, first_line
-from multicls.files import missing_folder
+from multicls.files import missing_folder, read_json
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from multicls.tokenization import facet_ids, load_tokenizer, with_facets
 
-NEW_MLM_HEAD = "MLM head (its loss begins near"
+MLM_HEAD = "MLM head"
+PARTS = {  # of a model, and how the names of their weights begin; the encoder has the others
+    "pooler": r"multicls\.encoder\.pooler\.",
+    MLM_HEAD: r"mlm\.",
+    "facets": r"multicls\.facet_head\.|multicls\.encoder\..*\.facets\.weight$",
+    "TF-IDF head": r"tfidf\.",
+    "order head": r"order\.",
+}
+HEADS = (
+    r"(mlm|tfidf|order)\..*|multicls\.encoder\.pooler\..*"  # which a Multi-CLS checkpoint may lack
+)
 WHAT_WORKS = "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, DeBERTa, MPNet, DistilBERT, ELECTRA and others work"
 
 
@@ -52,35 +63,88 @@ def build(
     """
     if missing := missing_folder(checkpoint):
         raise UserError(f"model {checkpoint}: {missing}")
-    facets: dict[str, Any] = {"num_facets": num_facets, "facet_layers": facet_layers}
-    fields: dict[str, Any] = {"mcqt_lambda": mcqt_lambda, "hard_negatives": hard_negatives}
-    fields["mcqt_scale"] = mcqt_scale
     with load_problems(checkpoint), quiet_transformers():
-        config = _load_config(checkpoint, revision)
+        source = _load_config(checkpoint, revision)
         tokenizer = load_tokenizer(checkpoint, revision)
-        if continued := isinstance(config, MultiClsConfig):
-            _check_facets(config, facets, len(facet_ids(tokenizer)))
-            config.update(fields)
-        else:
-            fields |= facets | {"num_facets": num_facets or 0}
-            config = MultiClsConfig(encoder=config, **fields)
-            tokenizer = with_facets(tokenizer, config.num_facets, config.has_token_types)
+        inserted = len(facet_ids(tokenizer))
+        encoder = source
+        if isinstance(source, MultiClsConfig):
+            encoder = source.encoder
+            _check_facets(source, inserted, num_facets, facet_layers)
+        if isinstance(source, MultiClsConfig) and source.num_facets:
+            num_facets, facet_layers = source.num_facets, source.facet_layers
+        else:  # without facets, so that all that the settings ask for are new
+            num_facets = num_facets or 0
+        config = MultiClsConfig(
+            encoder=encoder,
+            num_facets=num_facets,
+            facet_layers=facet_layers,
+            mcqt_lambda=mcqt_lambda,
+            mcqt_scale=mcqt_scale,
+            hard_negatives=hard_negatives,
+        )
+        if source is encoder or not source.num_facets:
+            tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
+        tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_tokens)
         if random_weights:
-            model, text = MultiClsForPreTraining(config), "random"
-        elif continued:
-            options: Any = {"config": config, "revision": revision}
-            model, text = load_weights(MultiClsForPreTraining, checkpoint, **options)[0], "all"
-        else:
+            model: Any = MultiClsForPreTraining(config)
+            new = {name for name, _ in model.named_parameters() if ".encoder." not in name}
+        elif source is encoder:
             model = MultiClsForPreTraining(config)
-            text = _copy_weights(model, checkpoint, revision)
+            new = _copy_weights(model, checkpoint, revision)
+        else:
+            model, new = _continued(config, source, checkpoint, revision)
         rows = max(len(tokenizer), config.vocab_size)
         # A multiple of 64 rows, so that 16-bit matrix products are aligned.
         model.resize_token_embeddings(rows, 64, mean_resizing=False)
+        model.new_weights = frozenset(new & {name for name, _ in model.named_parameters()})
         file = cached_file(checkpoint, "config.json", revision=revision)
         model.config._commit_hash = extract_commit_hash(file, None)  # of the Hub; None: a folder
-        report(f"weights: {text}")
+        report(f"weights: {'random' if random_weights else _origin(model)}")
+        model.sentence_files = SENTENCE_TRANSFORMER
+        if not random_weights:
+            _keep_embedding(model, source, checkpoint, revision, report)
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
+
+
+def _keep_embedding(
+    model: Any, source: Any, checkpoint: str, revision: str | None, report: Callable[[str], None]
+) -> None:
+    """Lets the model embed texts as the checkpoint's SentenceTransformer does; reports what is replaced."""
+    embedding = sentence_embedding(checkpoint, revision, model.config.encoder.model_type)
+    pooling, normalize = "mean", False
+    if isinstance(source, MultiClsConfig):
+        pooling, normalize = source.pooling, source.normalize
+    model.config.pooling = embedding.pooling or pooling
+    model.config.normalize = embedding.normalize or normalize
+    model.sentence_files = embedding.files
+    if embedding.replaced:
+        report(f"sentence embedding: replaces {', '.join(embedding.replaced)}")
+
+
+def part_of(name: str) -> str:
+    """Returns the part of a model that a weight belongs to."""
+    parts = (part for part, pattern in PARTS.items() if re.match(pattern, name))
+    return next(parts, "encoder")
+
+
+def new_parts(model: Any) -> list[str]:
+    """Returns the parts of a model of `build` all of whose weights are new, in the order of `PARTS`."""
+    kept = {part_of(n) for n, _ in model.named_parameters() if n not in model.new_weights}
+    new = {part_of(name) for name in model.new_weights} - kept
+    return [part for part in PARTS if part in new]
+
+
+def _origin(model: Any) -> str:
+    """Returns in words which parts of the model are kept and which are new."""
+    new = new_parts(model)
+    if not new:
+        return "all"
+    kept = [part for part in PARTS if part not in (*new, "pooler")]
+    loss = f"{MLM_HEAD} (its loss begins near {math.log(model.config.vocab_size):.1f})"
+    shown = [loss if part == MLM_HEAD else part for part in new]
+    return f"{', '.join(['encoder', *kept])}; new: {', '.join(shown)}"
 
 
 def _load_config(checkpoint: str, revision: str | None) -> Any:
@@ -113,19 +177,25 @@ def _load_config(checkpoint: str, revision: str | None) -> Any:
     return config
 
 
-def _check_facets(config: Any, facets: dict[str, Any], in_tokenizer: int) -> None:
-    """Refuses settings, or a tokenizer, that differ from the facets of a Multi-CLS checkpoint."""
-    for name, value in facets.items():
+def _check_facets(
+    config: MultiClsConfig, inserted: int, num_facets: int | None, facet_layers: list[int] | None
+) -> None:
+    """Refuses a tokenizer, or settings, that differ from the facets of a Multi-CLS checkpoint that has some."""
+    if inserted != config.num_facets:
+        raise ValueError(
+            f"its tokenizer inserts {inserted} facets, the model has {config.num_facets}"
+        )
+    wanted = {"num_facets": num_facets, "facet_layers": facet_layers} if inserted else {}
+    for name, value in wanted.items():
         if value not in (None, getattr(config, name)):
             raise ValueError(f"has {name} = {getattr(config, name)}, the settings ask for {value}")
-    if in_tokenizer != (number := config.num_facets):
-        raise ValueError(f"its tokenizer inserts {in_tokenizer} facets, the model has {number}")
 
 
 def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any) -> Any:
     """Returns a model of `kind`, a class or auto class, in float32, and the names of weights that the checkpoint lacks.
 
-    `options` go to `from_pretrained`. Raises ValueError for other shapes, and missing names not matched by `may_lack`.
+    `options` go to `from_pretrained`. Raises ValueError for other shapes, for missing names not matched by `may_lack`,
+    and for weights that are not finite.
     """
     options |= {"dtype": "float32", "trust_remote_code": False, "output_loading_info": True}
     model, keys = kind.from_pretrained(checkpoint, **options)
@@ -133,13 +203,17 @@ def load_weights(kind: Any, checkpoint: str, may_lack: str = "", **options: Any)
     lost = {name for name in missing if not re.fullmatch(may_lack, name)}
     if lost := lost | set(map(str, keys["mismatched_keys"])):
         names = ", ".join(sorted(lost)[:3])
-        raise ValueError(f"weights of the encoder are missing or have another shape: {names} ...")
+        part = part_of(min(lost))
+        raise ValueError(f"weights of the {part} are missing or have another shape: {names} ...")
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise ValueError(f"its weight {name} holds NaN or infinite values")
     return model, missing
 
 
-def _copy_weights(model: MultiClsForPreTraining, checkpoint: str, revision: str | None) -> str:
-    """Copies the checkpoint's encoder and MLM head into the model; returns which parts are kept and which new."""
-    encoder, new_pooler = load_weights(
+def _copy_weights(model: Any, checkpoint: str, revision: str | None) -> set[str]:
+    """Copies the checkpoint's encoder and MLM head into the model; returns the names of the weights that stay new."""
+    encoder, lacking = load_weights(
         transformers.AutoModel, checkpoint, r"pooler\..*", revision=revision
     )
     model.multicls.encoder.load_state_dict(encoder.state_dict(), strict=False)
@@ -149,14 +223,38 @@ def _copy_weights(model: MultiClsForPreTraining, checkpoint: str, revision: str 
     inside = f"{masked.base_model_prefix}."
     state = masked.state_dict()
     head = {name for name in state.keys() - missing if not name.startswith(inside)}
-    kept, new = "encoder", ["pooler"] * bool(new_pooler)
-    if head - masked.all_tied_weights_keys.keys():
-        kept = "encoder, MLM head"
-        model.mlm.lm.load_state_dict({name: state[name] for name in head}, strict=False)
-    else:
-        new.append(f"{NEW_MLM_HEAD} {math.log(model.config.vocab_size):.1f})")
+    if not head - masked.all_tied_weights_keys.keys():
+        head = set()
+    model.mlm.lm.load_state_dict({name: state[name] for name in head}, strict=False)
     model.tie_weights()
-    return f"{kept}; new: {', '.join([*new, 'facets', 'TF-IDF head', 'order head'])}"
+    kept = {f"mlm.lm.{name}" for name in head}
+    parts = {name: part_of(name) for name, _ in model.named_parameters()}
+    new = {name for name, part in parts.items() if part not in ("encoder", "pooler")}
+    return new - kept | {f"multicls.encoder.{name}" for name in lacking}
+
+
+def _continued(
+    config: MultiClsConfig, source: MultiClsConfig, checkpoint: str, revision: str | None
+) -> tuple[Any, set[str]]:
+    """Returns a model with the weights of a Multi-CLS checkpoint, and the names of those that are new.
+
+    New are the heads that it lacks, or that no run has trained yet, and facets where it has none.
+    """
+    source.num_topics = 0  # they belong to the corpus of its own run
+    model, new = load_weights(
+        MultiClsForPreTraining, checkpoint, HEADS, config=source, revision=revision
+    )
+    file = cached_file(
+        checkpoint, EXPORT_INFO, revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    if file:
+        new |= set(read_json(Path(file)).get("new_weights", []))
+    state = {name: weight for name, weight in model.state_dict().items() if name not in new}
+    if config.num_facets != source.num_facets:
+        state = {n: w for n, w in state.items() if part_of(n) not in ("facets", "order head")}
+    model = MultiClsForPreTraining(config)
+    new |= set(model.load_state_dict(state, strict=False).missing_keys)
+    return model, new
 
 
 def _check_encoder_works(

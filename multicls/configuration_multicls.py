@@ -31,6 +31,8 @@ class MultiClsConfig(PreTrainedConfig):
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
         mcqt_scale: factor of the MCQT scores before the softmax, an inverse temperature; the paper has none.
         num_topics: T, topics of a text beside its embeddings (`TopicTable`); 0: none.
+        pooling: the embedding of `embed_sentences`: "mean", over the tokens without the facets, or "cls".
+        normalize: its length is 1.
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
     """
 
@@ -43,6 +45,8 @@ class MultiClsConfig(PreTrainedConfig):
     mcqt_lambda: float = 0.1
     mcqt_scale: float = 1.0
     num_topics: int = 0
+    pooling: str = "mean"
+    normalize: bool = False
     hard_negatives: bool = True
     classifier_dropout: float = 0.1
     layer_norm_eps: float = 1e-12
@@ -66,6 +70,8 @@ class MultiClsConfig(PreTrainedConfig):
             self.encoder = AutoConfig.for_model(**self.encoder)
         if self.facet_layers is None:
             self.facet_layers = self._default_layers() if self.num_facets else []
+        if self.pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
         layers, depth = self.facet_layers, self.num_hidden_layers
         if not 0 <= self.num_facets < self.max_tokens - 2:
             raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")

@@ -299,15 +299,24 @@ class MultiClsModel(MultiClsPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Returns the mean of each sequence's last hidden states, (B, D), without facets and padding."""
+        """Returns an embedding of each sequence, (B, D), pooled and normalised as the configuration says.
+
+        It is that of [CLS], or the mean of the last hidden states without facets and padding.
+        """
         outputs = self(
             input_ids, attention_mask, token_type_ids, with_topics=False, return_dict=True
         )
-        kept_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
-        kept_BL[:, self.config.facet_slice] = 0
         hidden_BLD = outputs.last_hidden_state
-        sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
-        return sums_BD / kept_BL.sum(dim=1, keepdim=True)
+        if self.config.pooling == "cls":
+            pooled_BD = hidden_BLD[:, 0]
+        else:
+            kept_BL = torch.ones_like(input_ids)
+            if attention_mask is not None:
+                kept_BL = attention_mask.clone()
+            kept_BL[:, self.config.facet_slice] = 0
+            sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
+            pooled_BD = sums_BD / kept_BL.sum(dim=1, keepdim=True)
+        return F.normalize(pooled_BD, dim=-1) if self.config.normalize else pooled_BD
 
     @can_return_tuple
     def forward(

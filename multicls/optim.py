@@ -15,13 +15,15 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Splits the trainable parameters into those with weight decay, and biases and LayerNorms without, if any.
 
-    `head_lr_factor` is the "lr_factor" of the weights outside the encoder: it multiplies their learning rate.
+    `head_lr_factor` is the "lr_factor" of the weights that `multicls.build.build` has named as new, in the model's
+    attribute `new_weights`: it multiplies their learning rate. A model without the attribute has none.
     """
+    new: frozenset[str] = getattr(model, "new_weights", frozenset())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and "bias" not in name and "norm" not in name.lower()
-            factor = 1.0 if ".encoder." in name else head_lr_factor
+            factor = head_lr_factor if name in new else 1.0
             groups.setdefault((weight_decay if decays else 0.0, factor), []).append(parameter)
     return [
         {"params": groups[decay, factor], "weight_decay": decay, "lr_factor": factor}

@@ -16,7 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import inherited_metadata, write_sentence_transformer
+from multicls.cards import EXPORT_INFO, inherited_metadata, write_sentence_transformer
 from multicls.console import print_summary
 from multicls.errors import UserError, print_stderr, run_command
 from multicls.files import atomic_folder, read_json, write_json
@@ -25,7 +25,6 @@ from pretrain.card import write_card
 from pretrain.folder import RunFolder
 from pretrain.settings import ModelSettings, PretrainSettings
 
-EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
 LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # for `from_pretrained`
@@ -110,12 +109,13 @@ def describe_model(
         model.save_pretrained(fresh, state_dict={})
         (fresh / WEIGHTS).unlink(missing_ok=True)
         tokenizer.save_pretrained(fresh)
-        write_sentence_transformer(fresh)
+        write_sentence_transformer(fresh, model.sentence_files)
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
         metadata = inherited_metadata(source) if source else {}
         commit = getattr(model.config, "_commit_hash", None)  # of the Hub
         info = {"metadata": metadata, "corpus": corpus, "base_commit": commit}
+        info["new_weights"] = sorted(model.new_weights)
         write_json(fresh / EXPORT_INFO, info)
 
 
@@ -127,7 +127,10 @@ def load_topics(folder: RunFolder) -> dict[str, Any]:
 
 
 def restore_model(folder: RunFolder) -> tuple[Any, Any]:
-    """Returns the model of a run's `RUN/model` without weights, and its tokenizer. Raises UserError if incomplete."""
+    """Returns the model of a run's `RUN/model` without weights, and its tokenizer. Raises UserError if incomplete.
+
+    The model's attribute `new_weights` names those that were new when the run began.
+    """
     from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model)
@@ -140,6 +143,7 @@ def restore_model(folder: RunFolder) -> tuple[Any, Any]:
         )
     config = AutoConfig.from_pretrained(path, **LOCAL)
     model = AutoModelForPreTraining.from_config(config, trust_remote_code=False)
+    model.new_weights = frozenset(read_json(path / EXPORT_INFO).get("new_weights", []))
     return model, AutoTokenizer.from_pretrained(path, **LOCAL)
 
 
@@ -197,9 +201,12 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
     from multicls.build import quiet_transformers
     from pretrain.engine import fp32_weights
 
-    topics = load_topics(folder)
+    topics, info = load_topics(folder), read_json(folder.model / EXPORT_INFO)
     if step:
         model, tokenizer = restore_model(folder)
+        model.freeze_unused(settings_of(folder).objective.in_use)
+        frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        info["new_weights"] = sorted(model.new_weights & frozen)  # which no step has trained
         try:
             folder.meta(step)  # refuses a damaged one
             model.load_state_dict(fp32_weights(folder.checkpoint(step)))
@@ -212,7 +219,7 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
             model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)
     if topics:
         model.multicls.add_topics(topics)
-    info = read_json(folder.model / EXPORT_INFO) | {"step": step}
+    info["step"] = step
     with atomic_folder(output) as fresh, quiet_transformers():
         shutil.copytree(folder.model, fresh, dirs_exist_ok=True)
         model.save_pretrained(fresh)

@@ -89,7 +89,9 @@ class TrainSettings(Settings):
     )
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
     head_lr_factor: float = Field(
-        1.0, gt=0, description="factor of the learning rate of all weights outside the encoder"
+        1.0,
+        gt=0,
+        description="factor of the learning rate of new weights: facets, heads that the checkpoint lacks",
     )
     warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
     schedule: Literal["linear", "wsd"] = Field(

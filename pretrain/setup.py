@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.build import NEW_MLM_HEAD
+from multicls.build import MLM_HEAD, new_parts
 from multicls.corpus import MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.deepspeed_config import Precision, check_with_deepspeed, complete_deepspeed_config
 from multicls.distributed import on_rank_0, ranks_here, uses_cuda
@@ -120,7 +120,7 @@ def prepare(
     else:
         on_rank_0(folder.refuse_foreign)
         model, tokenizer = build_model(settings.model, notes.append)
-    has_new_mlm_head = any(NEW_MLM_HEAD in note for note in notes)
+    has_new_mlm_head = not settings.model.random_weights and MLM_HEAD in new_parts(model)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
     device = torch.device("cuda" if uses_cuda() else "cpu")

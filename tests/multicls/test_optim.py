@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,15 @@ def test_biases_and_norms_do_not_decay_even_as_tables() -> None:
     assert len(parameter_groups(nn.LayerNorm(3), 0.02)) == 1, "an empty group is left out"
 
 
-def test_weights_outside_the_encoder_have_a_learning_rate_of_their_own() -> None:
-    model = nn.ModuleDict({"multicls": nn.ModuleDict({"encoder": Model(), "facet_head": Model()})})
+def test_new_weights_have_a_learning_rate_of_their_own() -> None:
+    model: Any = nn.ModuleDict({"encoder": Model(), "facet_head": Model()})
+    assert {group["lr_factor"] for group in parameter_groups(model, 0.02, 10.0)} == {1.0}
+    model.new_weights = frozenset({"facet_head.dense.weight", "encoder.dense.bias"})
     groups = parameter_groups(model, 0.02, 10.0)
     factors = [
         (group["weight_decay"], group["lr_factor"], len(group["params"])) for group in groups
     ]
-    assert factors == [(0.02, 10.0, 1), (0.02, 1.0, 1), (0.0, 10.0, 5), (0.0, 1.0, 5)]
+    assert factors == [(0.02, 10.0, 1), (0.02, 1.0, 1), (0.0, 10.0, 1), (0.0, 1.0, 9)]
     assert {group["lr_factor"] for group in parameter_groups(model, 0.02)} == {1.0}
 
 

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from multicls.files import read_jsonl
+from multicls.files import read_json, read_jsonl
+from pretrain.export import restore_model
+from pretrain.folder import RunFolder
 from tests.encoders import encoder_config
 from tests.pretrain.conftest import Fork, logs, weights
 
@@ -75,6 +77,27 @@ def assert_same_losses_and_weights(folder: Path, other: Path, rtol: float = 1e-4
     for name, weight in load_file(folder / "hf" / "model.safetensors").items():
         if not name.endswith("key.bias"):  # its gradient is 0 but for rounding
             torch.testing.assert_close(weight, expected[name], rtol=10 * rtol, atol=rtol)
+
+
+def test_new_weights_keep_their_learning_rate(disturb: Fork, tmp_path: Path) -> None:
+    """The base model lacks facets, TF-IDF and order heads, of which the run trains all but the order head."""
+    flags: tuple[str, ...] = ("--model.random_weights", "false", "--train.head_lr_factor", "10")
+    flags += ("--objective.so", "0", "--steps", "4", "--run.save_every", "2")
+    runs = [tmp_path / name / "run" for name in ("alone", "killed")]
+    for run in runs:
+        run.parent.mkdir()
+    assert disturb(runs[0], flags=flags) == [[0]], logs(runs[0])
+    killed: dict[str, Any] = {"accident": "killed in a step", "step": 3}
+    assert disturb(runs[1], killed, {}, flags=flags) == [[-9], [0]], logs(runs[1], 1)
+    assert "resuming from step" in logs(runs[1], 1)
+    assert_same_to_the_bit(*runs)
+    model: Any = restore_model(RunFolder(runs[1]))[0]
+    ends = {"facets.weight", "dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.bias"}
+    ends |= {"decoder.weight", "decoder.bias", "classifier.weight", "classifier.bias"}
+    ends |= {"transform.weight", "transform.bias"}
+    assert {".".join(name.split(".")[-2:]) for name in model.new_weights} == ends
+    order = [name for name in model.new_weights if name.startswith("order.")]
+    assert read_json(runs[1] / "hf" / "export.json")["new_weights"] == sorted(order)
 
 
 def test_killed_again_and_again(disturb: Fork, alone: Path, tmp_path: Path) -> None:
