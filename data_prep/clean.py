@@ -32,7 +32,8 @@ class Line(NamedTuple):
 
 def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[str], list[Left]]:
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep, and what is left out."""
-    out, is_wiki = list[Left](), raw.layout in ("wikitext", "wikipedia")
+    out = list[Left]()
+    is_wiki = raw.layout in ("wikitext", "wikipedia")
     text = _rewritten(raw.text, rules, raw.layout, out)
     is_typeset = raw.layout == "plain" and "\f" in raw.text  # as pdftotext writes it
     lines = lines_of(text, "pages" if is_typeset else raw.layout, out)
