@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Callable
-from itertools import filterfalse, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,8 @@ class Line(NamedTuple):
 
 def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[str], list[Left]]:
     """Returns the sentences of a document that the rules (of `settings.RULES`) keep, and what is left out."""
-    out, is_wiki = list[Left](), raw.layout in ("wikitext", "wikipedia")
+    out = list[Left]()
+    is_wiki = raw.layout in ("wikitext", "wikipedia")
     text = _rewritten(raw.text, rules, raw.layout, out)
     is_typeset = raw.layout == "plain" and "\f" in raw.text  # as pdftotext writes it
     lines = lines_of(text, "pages" if is_typeset else raw.layout, out)
@@ -52,12 +53,13 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[
     texts = [line.text.strip() for line in (*titles, *lines)]
     if raw.layout != "sentences":
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
-        if any(len(text) > LONG_WIDE for text in texts):
+        if max(map(len, texts), default=0) > LONG_WIDE:
             texts = [piece for text in texts for piece in _cut(text, out)]
-    for rule, (reason, is_bad) in SENTENCE_RULES.items():
-        if rule in rules and (bad := list(filter(is_bad, texts))):
+    for rule, (reason, find_bad) in SENTENCE_RULES.items():
+        if rule in rules and (bad := find_bad(texts)):
             out += [left(reason, sentence) for sentence in bad]
-            texts = list(filterfalse(is_bad, texts))
+            dropped_texts = set(bad)
+            texts = [sentence for sentence in texts if sentence not in dropped_texts]
     return texts, out
 
 
@@ -171,7 +173,9 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> tuple[list[str], int]:
         mended = [_mended(text, whole) if "-\n" in text else text for text in paragraphs]
         marks = sum(map(size, paragraphs)) - sum(map(size, mended))
         paragraphs = mended
-    return [_BREAK_WITHOUT_SPACE.sub("", text).replace("\n", " ") for text in paragraphs], marks
+    if is_wide:
+        paragraphs = [_BREAK_WITHOUT_SPACE.sub("", text) for text in paragraphs]
+    return [text.replace("\n", " ") for text in paragraphs], marks
 
 
 def _width(breaks: list[tuple[str, str]], filled: list[str], is_typeset: bool) -> float:
@@ -279,7 +283,7 @@ _UNDERLINED = re.compile(
     r"(?m)(?<![^\n]\n)^(?![ \t]*(?:[#>|*+-]|\d+[.)]))(\S.*)\n(?:=+|-{2,})[ \t]*$"
 )
 _IMAGE = re.compile(  # or the mark of a footnote
-    r"![[^\]\n]{0,200}\](?:\([^()\s]*(?:\([^()\n]*\)[^()\n]*)*[^()\n]*\)|\[[^\]\n]*\])"
+    r"!\[[^\]\n]{0,200}\](?:\([^()\s]*(?:\([^()\n]*\)[^()\n]*)*[^()\n]*\)|\[[^\]\n]*\])"
     r"|(?<=[^\s`(])\[\^[\w-]+\](?!:)|(?m:^)\[\^[\w-]+\]:"
 )
 _LINK = re.compile(r"\[([^\[\]]+)\](?:\((?:[^()\n]|\([^()\n]*\))*\)|\[[^\]\n]*\])")
@@ -423,6 +427,9 @@ def is_prose(text: str) -> bool:
     return len(ends) >= 2 and ends[-1] == len(text)
 
 
+_AFTER_END = QUOTES + " ’')]"
+
+
 def is_heading(paragraph: str, dotted: bool = False) -> bool:
     """Returns whether a paragraph is short and without final punctuation, or "CHAPTER IV. ...".
 
@@ -432,7 +439,7 @@ def is_heading(paragraph: str, dotted: bool = False) -> bool:
     text = paragraph.strip()
     if len(text) > HEADING_LENGTH or (not text.isascii() and _NO_STOPS.search(text)):
         return False
-    last = text.rstrip(QUOTES + " ’')]")[-1:]  # blanks, too: tokenized text ends with ? ''
+    last = text.rstrip(_AFTER_END)[-1:]  # blanks, too: tokenized text ends with ? ''
     if not last or not unicodedata.category(last).startswith("P"):
         return True
     if dotted and last == "." and len(text.split()) <= (10 if paragraph[0] == " " else 5):
@@ -498,14 +505,27 @@ LINE_RULES = {
 }
 
 
-def _has_no_letter(sentence: str) -> bool:
-    return not any(map(str.isalpha, sentence))
+def _without_letter(sentences: list[str]) -> list[str]:
+    return [s for s in sentences if not s[0].isalpha() and not any(map(str.isalpha, s))]
 
 
-# Rules for sentences: function(sentence) -> whether to drop it. WikiExtractor writes formula_1 and codice_1.
-SENTENCE_RULES: dict[str, tuple[str, Callable[[str], bool]]] = {
-    "sentences_without_letter": ("sentences_without_letter", _has_no_letter),
-    "long_sentences": ("sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
-    "replacement_characters": ("sentences_not_utf8", lambda s: BAD_CHARACTER in s),
-    "holes": ("sentences_with_holes", lambda s: HOLE in s or "formula_" in s or "codice_" in s),
+def _too_long(sentences: list[str]) -> list[str]:
+    return [s for s in sentences if len(s) > LONGEST_SENTENCE]
+
+
+def _not_utf8(sentences: list[str]) -> list[str]:
+    return [s for s in sentences if BAD_CHARACTER in s]
+
+
+def _with_hole(sentences: list[str]) -> list[str]:
+    """Returns the sentences that miss something; WikiExtractor writes formula_1 and codice_1."""
+    return [s for s in sentences if HOLE in s or "formula_" in s or "codice_" in s]
+
+
+# Rules for sentences: function(sentences) -> those to drop.
+SENTENCE_RULES: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
+    "sentences_without_letter": ("sentences_without_letter", _without_letter),
+    "long_sentences": ("sentences_too_long", _too_long),
+    "replacement_characters": ("sentences_not_utf8", _not_utf8),
+    "holes": ("sentences_with_holes", _with_hole),
 }

@@ -93,8 +93,8 @@ REASONS = {
     "sentences_too_long": Reason("sentences", "over 10,000 characters without a blank", "--without long_sentences"),
     "sentences_of_too_many_tokens": Reason("sentences", "over 8,191 tokens", "end sentences with full stops"),
     "sentences_not_utf8": Reason("sentences", "bytes of another encoding", "--encoding names the file's"),
-    "sentences_cut": Reason("sentences", "text without full stops is cut at blanks; nothing is lost", is_loss=False),
-    "lines_without_stops": Reason("lines", "text without full stops: each line is a sentence; nothing is lost",
+    "sentences_cut": Reason("sentences", "text without full stops is cut at blanks", is_loss=False),
+    "lines_without_stops": Reason("lines", "text without full stops: each line is a sentence",
         is_loss=False),
     "pages_redirects": Reason("pages", "a redirect", is_loss=False),
     "pages_not_articles": Reason("pages", "a page outside the articles", is_loss=False),
@@ -286,6 +286,15 @@ class Ledger:
             return ""
         _, _, record, text = self.samples[reason][0]
         return f" (such as {record}: {text[:80]})"
+
+
+def reasons_table() -> str:
+    """Returns the table of all reasons in Markdown."""
+    rows = ["| code | what happened | what to do |", "|---|---|---|"]
+    for code, reason in REASONS.items():
+        what = reason.what if reason.is_loss else f"{reason.what} (no loss)"
+        rows.append(f"| `{code}` | {what} | {reason.remedy} |".replace("<doc ...>", "`<doc>`"))
+    return "\n".join(rows).replace("</doc>", "`</doc>`")
 
 
 def remedies(reasons: Counter[str]) -> str:

@@ -4,14 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from data_prep.formats import FORMATS
-from data_prep.formats.base import (
-    OPENERS,
-    BadRecord,
-    Record,
-    SourceFile,
-    bad,
-    open_raw,
-)
+from data_prep.formats.base import OPENERS, BadRecord, Record, SourceFile, bad, open_raw
 from data_prep.formats.text import join_rows
 from data_prep.ledger import size
 from data_prep.settings import BuildOptions

@@ -145,7 +145,7 @@ def cut_long(sentence: str) -> list[str]:
 def _split(paragraph: str, language: str) -> Iterator[str]:
     hidden = _hide(paragraph, language)
     missed = [match.end() for match in _MISSED.finditer(paragraph)]
-    if any(stop in paragraph for stop in "។៕།۔"):
+    if not paragraph.isascii():
         missed += [match.end() for match in _OTHER_STOPS.finditer(paragraph)]
     cuts = sorted({*accumulate(map(len, sentencex.segment(language, hidden))), *missed})
     start = 0
@@ -155,8 +155,7 @@ def _split(paragraph: str, language: str) -> Iterator[str]:
                 cut = opening.start()
             elif closing := _CLOSING.match(paragraph, cut):
                 cut = closing.end()
-        is_plain = _PLAIN.match(paragraph, cut) is not None
-        if is_plain or not (
+        if _PLAIN.match(paragraph, cut) or not (
             _GOES_ON.match(paragraph, cut)
             or (language == "de" and _GERMAN_ORDINAL.search(paragraph, max(start, cut - 12), cut))
             or (cut - start < 9 and _MARKER.fullmatch(paragraph, start, cut))

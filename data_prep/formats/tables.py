@@ -49,7 +49,8 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Rec
         if isinstance(row, BadRecord):
             yield row
             continue
-        record, texts, out = row if isinstance(row, dict) else {}, list[str](), list[Left]()
+        record = row if isinstance(row, dict) else {}
+        texts, out = list[str](), list[Left]()
         for field in settings.text_field:
             value = value_at(record, field)
             text = text_of(value)
@@ -81,7 +82,8 @@ def _row(
     settings: BuildOptions,
 ) -> Record:
     """Returns the document of a row; `out` is what its fields have lost already."""
-    texts, titles = list(map(base.valid, texts)), 0
+    texts = list(map(base.valid, texts))
+    titles = 0
     if layout in ("plain", "markdown", "lines") and "html" in settings.rules:
         for i, text in enumerate(texts):
             texts[i] = without_tags(text)

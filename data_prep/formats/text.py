@@ -22,6 +22,9 @@ from data_prep.formats.base import (
 from data_prep.ledger import left
 from data_prep.settings import BuildOptions
 
+MOST_LINES = (
+    1 << 17
+)  # of a document, as cleaning needs half a KB a line; a long novel has half as many
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 
@@ -30,12 +33,14 @@ def _text(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     """Yields documents of a plain text: a line each, or up to a blank line, or the whole file."""
     title, lines, is_row = stem(file), list[str](), file.layout == "sentences"
     first = length = count = 0
+    longest = base.LONGEST_DOCUMENT
     damaged: Exception | None = None
     try:
         for offset, text in lines_of(file):
             blank = not text.strip()
             ends = is_row or (blank and settings.documents == "blank_line")
-            if lines and (ends or length > base.LONGEST_DOCUMENT * (1 if blank else 2)):
+            is_long = length > longest and (blank or length > 2 * longest)
+            if lines and (ends or is_long or len(lines) == MOST_LINES):
                 yield document(file, first, title, "\n".join(lines))
                 lines, length, count = [], 0, count + 1
             if lines or not blank or is_row:

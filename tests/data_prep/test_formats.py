@@ -219,6 +219,18 @@ def test_rolling_captions_are_spoken_once(tmp_path: Path) -> None:
     assert left == ["lines_markup", "lines_repeated", "lines_repeated"]
 
 
+def test_word_documents_have_their_notes_and_count_headers(tmp_path: Path) -> None:
+    space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    parts = {"document": "It ran.", "footnotes": "A note.", "header1": "Draft 1", "styles": ""}
+    with zipfile.ZipFile(tmp_path / "a.docx", "w") as book:
+        for name, text in parts.items():
+            content = f"<w:p><w:r><w:t>{text}</w:t><w:tab/></w:r></w:p>"
+            book.writestr(f"word/{name}.xml", f'<w:x xmlns:w="{space}">{content}</w:x>')
+    (document,) = read(tmp_path / "a.docx")
+    assert document.text.split() == ["It", "ran.", "A", "note."]
+    assert document.left == (("parts_not_read", "Draft 1 ", len("Draft1"), 1),)
+
+
 def pdf(lines: list[str]) -> bytes:
     """A PDF of a page."""
     shown = "".join(f"({line}) Tj 0 -14 Td " for line in lines)

@@ -426,7 +426,9 @@ def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
     )
     page = f"<page><title>Cat</title><ns>0</ns><id>1</id>{''.join(revisions)}</page>"
     (tmp_path / "dump.xml").write_text(f"<mediawiki>{page}</mediawiki>")
-    assert [document.text for document in read_all(tmp_path / "dump.xml")] == ["Of 2024."]
+    (document,) = read_all(tmp_path / "dump.xml")
+    older = [(entry.reason, entry.characters) for entry in document.left]
+    assert document.text == "Of 2024." and older == [("pages_older_revisions", len("Of2020."))] * 2
 
 
 def test_several_text_fields_are_joined(tmp_path: Path) -> None:

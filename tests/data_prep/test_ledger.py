@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from data_prep import clean, prepare
 from data_prep.build import build_unit
 from data_prep.formats import FORMATS, tables
-from data_prep.ledger import Ledger, Unbalanced, last_lines, size
+from data_prep.ledger import REASONS, Ledger, Unbalanced, last_lines, reasons_table, size
 from data_prep.prepare import SHARD_TOKENS, group_units
 from data_prep.settings import RULES, BuildOptions
 from data_prep.sources import list_inputs
 from multicls.errors import UserError
+from multicls.files import REPOSITORY
 from tests.data_prep.conftest import prepared, story
 
 Texts = list[str]
@@ -416,3 +417,15 @@ def test_a_ledger_that_does_not_balance_is_not_closed() -> None:
     ledger.keep("s", 4)
     with pytest.raises(Unbalanced, match="of 9 characters of s, 4 are kept .* 5 are not counted"):
         ledger.close("unit")
+
+
+def test_the_page_has_the_table_of_reasons() -> None:
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    assert f"`ledger.REASONS` -->\n{reasons_table()}\n<!-- end of reasons -->" in page
+    assert all(reason.what and reason.what[-1] != "." for reason in REASONS.values())
+    flags = {flag for reason in REASONS.values() for flag in re.findall("--[a-z_]+", reason.remedy)}
+    assert {flag[2:] for flag in flags} <= BuildOptions.model_fields.keys()
+    rules = {rule for r in REASONS.values() for rule in re.findall(r"--without (\w+)", r.remedy)}
+    assert rules == set(RULES) - {"replacement_characters"}, (
+        "each rule is the remedy of its reasons"
+    )
