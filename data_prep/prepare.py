@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from dask.system import cpu_count  # knows the CPU quota of a container
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -52,6 +53,7 @@ LONG_HOURS = 0.5  # of a unit that are worth a line at the start
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 UNITS_VERSION = 5  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
+ARRAYS = ("numpy", "pyarrow")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
@@ -93,7 +95,7 @@ def prepare(
                 file.write(job.tokenizer_files["tokenizer.json"])
             calls = [(unit, options, work, tokenizer, shard_tokens) for unit in job.units]
             folders = [work / unit.key for unit in job.units]
-            workers = min(options.workers or len(os.sched_getaffinity(0)), len(folders))
+            workers = min(options.workers or cpu_count(), len(folders))
             with open_pool(workers, options.scheduler) as pool:
                 _build(calls, [not folder.exists() for folder in folders], pool)
                 copies = find_copies(folders, "duplicate_documents" in options.rules)
@@ -159,6 +161,8 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
+    for name in ARRAYS:  # whose patch releases change no byte
+        packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
     # A trial is one unit, which counts the documents of each source.
     units = group_units(files, identity, math.inf if options.limit else small_unit)
