@@ -32,6 +32,7 @@ from data_prep.encode import load_tokenizer_files
 from data_prep.merge import (
     FREQUENCY,
     PASSAGE,
+    SHARD_BYTES,
     Merged,
     file_entry,
     find_copies,
@@ -51,7 +52,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 LONG_HOURS = 0.5  # of a unit that are worth a line at the start
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 5  # of the files of a unit
+UNITS_VERSION = 6  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
 # A key holds the files themselves instead.
@@ -69,12 +70,17 @@ class Job(NamedTuple):
 
 
 def prepare(
-    options: BuildOptions, *, small_unit: int = SMALL_UNIT, shard_tokens: int = SHARD_TOKENS
+    options: BuildOptions,
+    *,
+    small_unit: int = SMALL_UNIT,
+    shard_tokens: int = SHARD_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
     The bytes depend on the input, the settings and the versions of packages, never on the workers or on interruptions.
-    Small files together are a unit of up to `small_unit` bytes; a shard ends after `shard_tokens` tokens.
+    Small files together are a unit of up to `small_unit` bytes; a unit's file ends after `shard_tokens` tokens, and a
+    shard takes files until it has `shard_bytes` bytes.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
@@ -98,13 +104,13 @@ def prepare(
             workers = min(options.workers or cpu_count(), len(folders))
             with open_pool(workers, options.scheduler) as pool:
                 _build(calls, [not folder.exists() for folder in folders], pool)
-                copies = find_copies(folders, "duplicate_documents" in options.rules)
+                copies = find_copies(folders, "duplicate_documents" in options.rules, pool)
                 lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
                 for folder in compress(folders, lost):
                     shutil.rmtree(folder)
                 _build(calls, lost, pool)
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
-                merged = merge(folders, copies, output, size, pool)
+                merged = merge(folders, copies, output, size, shard_bytes, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:

@@ -103,7 +103,19 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
         "tokens": _lists(sentences, _lists(lengths, tokens)),
         "counts": _lists(num_tokens, pa.array(np.concatenate([row.counts for row in rows]))),
     }
-    batch = pa.record_batch(columns)
+    _write_batch(path, pa.record_batch(columns))
+
+
+def join_shards(path: str | Path, parts: Sequence[Path]) -> None:
+    """Writes the rows of several shards as one, atomically. It takes as much memory as that one."""
+    tables = [pa.ipc.open_file(pa.memory_map(str(part))).read_all() for part in parts]
+    table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+    (batch,) = table.to_batches()
+    _write_batch(path, batch)
+
+
+def _write_batch(path: str | Path, batch: pa.RecordBatch) -> None:
+    """Writes a record batch as a shard, atomically."""
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 

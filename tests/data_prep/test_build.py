@@ -244,6 +244,43 @@ def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice
     prepared(tiny_tokenizer, tmp_path / "out", texts).verify()
 
 
+def test_files_of_units_are_joined_to_shards_of_a_size(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows and all counts are those of a shard for each file; two sources stand in one shard."""
+    (tmp_path / "books").mkdir()
+    for number in range(3):
+        write(tmp_path / "books" / f"{number}.txt", story(25, 3 + number))
+    inputs = [texts, tmp_path / "books"]
+    apart = prepared(tiny_tokenizer, tmp_path / "apart", *inputs)
+    limit = 3 * (apart.path / "shard-00000.arrow").stat().st_size
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "_finish", interrupted)
+        prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
+    whole = prepared(tiny_tokenizer, tmp_path / "whole", *inputs, shard_bytes=1 << 30)
+    assert whole.num_shards == 1 and whole.shard(0).source_names == ["in", "books"]
+    monkeypatch.setattr(merge, "join_shards", None)  # no shard is joined again
+    joined = prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
+    joined.verify()
+    assert 2 < joined.num_shards < apart.num_shards - 4
+    expected, size = list[int](), limit
+    for entry in apart.manifest["shards"]:  # a shard ends as soon as its files have the size
+        if size >= limit:
+            expected.append(0)
+            size = 0
+        expected[-1] += entry["rows"]
+        size += entry["bytes"]
+    assert [entry["rows"] for entry in joined.manifest["shards"]] == expected
+    for key in ("documents", "rows", "sentences", "tokens", "passages", "sources", "dropped"):
+        assert joined.manifest[key] == apart.manifest[key] == whole.manifest[key]
+    assert sum(entry["tokens"] for entry in joined.manifest["shards"]) == apart.manifest["tokens"]
+    assert (joined.document_frequency == apart.document_frequency).all()
+    for number in range(apart.num_rows):
+        for corpus in (joined, whole):
+            for one, other in zip(apart.row(number), corpus.row(number), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
