@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from dask.system import cpu_count  # knows the CPU quota of a container
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -101,7 +100,7 @@ def prepare(
                 file.write(job.tokenizer_files["tokenizer.json"])
             calls = [(unit, options, work, tokenizer, shard_tokens) for unit in job.units]
             folders = [work / unit.key for unit in job.units]
-            workers = min(options.workers or cpu_count(), len(folders))
+            workers = min(options.workers or _count_cores(), len(folders))
             with open_pool(workers, options.scheduler) as pool:
                 _build(calls, [not folder.exists() for folder in folders], pool)
                 copies = find_copies(folders, "duplicate_documents" in options.rules, pool)
@@ -124,6 +123,13 @@ def prepare(
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {tqdm.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
+
+
+def _count_cores() -> int:
+    """Returns the number of cores that this process may use, the CPU quota of a container included."""
+    from dask.system import cpu_count
+
+    return cpu_count()
 
 
 def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> None:

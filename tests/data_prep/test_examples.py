@@ -67,6 +67,7 @@ def test_parts_are_whole_sentences_with_little_padding(stream: ExampleStream, ep
 def test_masking_never_touches_special_tokens(epoch: Epoch) -> None:
     special = [*SAMPLE_IDS[:4], *SAMPLE_IDS.facets]
     fates: Counter[str] = Counter()
+    drawn = list[int]()
     for example in epoch:
         masked = example.labels >= 0
         assert not np.isin(example.labels[masked], special).any()
@@ -78,8 +79,11 @@ def test_masking_never_touches_special_tokens(epoch: Epoch) -> None:
         fates["mask"] += int((hidden == 103).sum())
         fates["kept"] += int((hidden == example.labels[masked]).sum())
         fates["all"] += int(masked.sum())
+        drawn += hidden[(hidden != 103) & (hidden != example.labels[masked])].tolist()
     assert fates["mask"] / fates["all"] == pytest.approx(0.8, abs=0.01)
     assert fates["kept"] / fates["all"] == pytest.approx(0.1, abs=0.01)
+    tenths = np.histogram(drawn, bins=10, range=(0, 30_522))[0] / len(drawn)
+    assert len(drawn) > 1000 and tenths == pytest.approx(0.1, abs=4 * (0.09 / len(drawn)) ** 0.5)
 
 
 def test_half_of_the_parts_are_swapped_independently(epoch: Epoch) -> None:
