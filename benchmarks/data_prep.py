@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from benchmarks.harness import Case, Report, take_turns
-from data_prep.build import DOCUMENT
+from data_prep.build import write_hashes
 from data_prep.examples import ExampleStream, SpecialIds
 from multicls.corpus import Corpus, held_out_share
 from multicls.environment import peak_memory_gb
@@ -119,7 +120,7 @@ def peak_of_copies(folders: list[Path]) -> tuple[int, float, float]:
     """Returns the number of copies, the peak memory of this process in GB, and its CPU seconds."""
     from data_prep.merge import find_copies
 
-    copies = sum(int(copied.sum()) for copied in find_copies(folders))
+    copies = sum(int(copied.sum()) for copied in find_copies(folders, True, None))
     return copies, peak_memory_gb("cpu"), time.process_time()
 
 
@@ -128,17 +129,19 @@ def peak_of_windows(folders: list[Path]) -> tuple[int, float, float]:
     from data_prep.windows import WindowIndex
 
     def shard(number: int) -> Any:
-        hashes = np.load(folders[number] / "documents.npy")["hash"]
+        hashes = np.load(folders[number] / "hashes.npy")[0]
         rows = {"num_tokens": (hashes % 1200).astype(np.uint32) + 60, "hashes": hashes}
         rows["source_codes"] = np.zeros(len(hashes), np.int32)
         rows["row_starts"] = np.arange(len(hashes) + 1, dtype=np.int32) * 10
         return SimpleNamespace(**rows, source_names=["web"], begins=np.ones(len(hashes), bool))
 
-    size = sum(len(np.load(folder / "documents.npy", mmap_mode="r")) for folder in folders)
-    corpus: Any = SimpleNamespace(num_shards=len(folders), shard=shard)
-    corpus.manifest = {"sources": {"web": {"rows": size}}}
+    last = lru_cache(1)(shard)
+    corpus: Any = SimpleNamespace(num_shards=len(folders), shard=last)
+    corpus.first_rows = [number * RECORDS for number in range(len(folders))]
     corpus.validation_limit = lambda fraction: fraction
-    corpus.held_out = lambda number, limit: held_out_share(shard(number).hashes) < limit
+    corpus.held_out = lambda number, limit, rows=slice(None): (
+        held_out_share(last(number).hashes[rows]) < limit
+    )
     split: Any = {"validation": False, "validation_fraction": 0.01, "source_weights": {}}
     index = WindowIndex(corpus, num_parts=3, tokens_per_window=315, **split)
     return index.per_epoch, peak_memory_gb("cpu"), time.process_time()
@@ -149,14 +152,14 @@ def measure_scale(number: int, folder: Path, report: Report) -> None:
     folders, generator = list[Path](), np.random.default_rng(0)
     earlier = np.zeros(0, np.uint64)
     for first in range(0, number, RECORDS):
-        documents = np.ones(min(RECORDS, number - first), DOCUMENT)
-        documents["hash"] = generator.integers(1 << 64, size=len(documents), dtype=np.uint64)
-        copies = earlier[: len(documents) // 10]  # a tenth are copies of the shard before
-        documents["hash"][: len(copies)] = copies
-        earlier = documents["hash"][::-1]
+        size = min(RECORDS, number - first)
+        hashes = generator.integers(1 << 64, size=size, dtype=np.uint64)
+        copies = earlier[: size // 10]  # a tenth are copies of the shard before
+        hashes[: len(copies)] = copies
+        earlier = hashes[::-1]
         folders.append(folder / f"{first // RECORDS:05d}")
         folders[-1].mkdir()
-        np.save(folders[-1] / "documents.npy", documents)
+        write_hashes(folders[-1], hashes)
     rows = []
     for name, measure in (("find_copies", peak_of_copies), ("WindowIndex", peak_of_windows)):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

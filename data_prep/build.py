@@ -5,6 +5,7 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
+    hashes.npy        (2, D) uint64: the documents' hashes, ascending, and the index of each one's document
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -273,7 +274,15 @@ def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> No
             (document.hash, number, len(parts), document.characters, document.members)
             for document, parts in zip(batch, rows, strict=True)
         ]
-    np.save(folder / "documents.npy", np.array(table, DOCUMENT))
+    documents_table = np.array(table, DOCUMENT)
+    np.save(folder / "documents.npy", documents_table)
+    write_hashes(folder, documents_table["hash"])
+
+
+def write_hashes(folder: Path, hashes: np.ndarray) -> None:
+    """Writes the hashes of a unit's documents, (D,) uint64, in ascending order, each with its document's index."""
+    order = np.argsort(hashes, kind="stable")
+    np.save(folder / "hashes.npy", np.stack([hashes[order], order.astype(np.uint64)]))
 
 
 def rows_of(document: Document) -> Iterator[ShardRow]:

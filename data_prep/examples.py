@@ -135,11 +135,13 @@ class ExampleStream:
 
     def examples_of_row(self, row: int, epoch: int) -> list[TrainingExample]:
         """Returns the examples of a row in pass `epoch`: none if it has fewer than P sentences. Raises UserError."""
-        windows = range(self._index.count(*self.corpus.locate(row)))
+        number, index = self.corpus.locate(row)
+        windows = range(self._index.count(self.corpus.shard(number), index))
         return [self._example(Window(row, number, epoch)) for number in windows]
 
     def _example(self, window: Window) -> TrainingExample:
-        shard, row = self.corpus.locate(window.row)
+        number, row = self.corpus.locate(window.row)
+        shard = self.corpus.shard(number)
         first, end = shard.row_starts[row : row + 2].tolist()
         offsets = shard.sentence_starts[first : end + 1]
         count = self._index.count(shard, row)

@@ -1,7 +1,10 @@
-"""Merges built units into a corpus: drops copies of documents, links or rewrites the shards."""
+"""Merges built units into a corpus: drops copies of documents and joins the units' files to shards."""
 
+import hashlib
+import json
 import os
 import shutil
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +14,15 @@ import numpy as np
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, keeper
 from data_prep.ledger import Ledger
 from data_prep.pool import Pool, run_all
-from multicls.corpus import Shard, write_shard
+from multicls.corpus import Shard, join_shards, write_shard
 from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 FREQUENCY, MERGED = "document_frequency.npy", "merged.json"
-PART = 1 << 22  # documents whose hashes are sorted at a time
+PART = 1 << 24  # documents whose hashes a process sorts at a time, in 0.7 GB
+SHARD_BYTES = (
+    1 << 30
+)  # a shard takes the files of units until it has as many; it is held in memory once
+COUNTS = ("documents", "rows", "sentences", "tokens", "passages")
 PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
 
 
@@ -28,41 +35,102 @@ class Merged(NamedTuple):
 
 
 def merge(
-    folders: list[Path], copies: list[np.ndarray], output: Path, vocabulary_size: int, pool: Pool
+    folders: list[Path],
+    copies: list[np.ndarray],
+    output: Path,
+    vocabulary_size: int,
+    shard_bytes: int,
+    pool: Pool,
 ) -> Merged:
     """Writes the shards of all units into `output`, without `copies`: of each unit, (D,) bool."""
-    calls = [
-        (folder, output / f"shard-{number:05d}", copied, vocabulary_size)
-        for number, (folder, copied) in enumerate(zip(folders, copies, strict=True))
-    ]
+    calls = [(*both, vocabulary_size) for both in zip(folders, copies, strict=True)]
     drops, frequency = Ledger(), np.zeros(vocabulary_size, np.int64)
     entries: dict[int, list[dict[str, Any]]] = {}
     for number, unit in run_all(merge_unit, calls, pool):
         drops.merge(unit.drops.to_json())
         frequency += unit.frequency
         entries[number] = unit.shards
-    shards = [entry for number in range(len(folders)) for entry in entries[number]]
-    written = {output / shard["name"] for shard in shards}
-    for path in set(output.glob(f"shard-{5 * '[0-9]'}*.arrow")) - written:
+    files = [entry for number in range(len(folders)) for entry in entries[number]]
+    groups, size = list[list[dict[str, Any]]](), shard_bytes
+    for entry in files:
+        if size >= shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry["bytes"]
+    targets = [output / f"shard-{number:05d}.arrow" for number in range(len(groups))]
+    paths = [[Path(entry["path"]) for entry in group] for group in groups]
+    shards: dict[int, dict[str, Any]] = {}
+    for number, described in run_all(write_joined, list(zip(targets, paths, strict=True)), pool):
+        shards[number] = _total(groups[number]) | described
+    for path in set(output.glob(f"shard-{5 * '[0-9]'}*.arrow")) - set(targets):
         path.unlink()  # of a run with other input that was stopped
-    return Merged(shards, frequency, drops)
+    return Merged([shards[number] for number in range(len(groups))], frequency, drops)
 
 
-def find_copies(folders: list[Path], is_wanted: bool = True) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have the text of an earlier one; or none is to be found."""
-    sizes = [len(np.load(folder / "documents.npy", mmap_mode="r")) for folder in folders]
-    if not is_wanted:
-        return [np.zeros(size, bool) for size in sizes]
-    hashes, end = np.empty(sum(sizes), np.uint64), 0
-    for folder, size in zip(folders, sizes, strict=True):  # one table in memory at a time
-        hashes[end : end + size] = np.load(folder / "documents.npy")["hash"]
-        end += size
-    repeated, parts = np.zeros(len(hashes), bool), np.uint64(1 + len(hashes) // PART)
-    for part in range(int(parts)):  # all at once would take 30 bytes a document
-        inside = np.flatnonzero(hashes % parts == part)
-        _, first = np.unique(hashes[inside], return_index=True)
-        repeated[np.delete(inside, first)] = True
+def _total(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the counts of several files of rows together, and those of each source."""
+    total, sources = Counter[str](), defaultdict[str, Counter[str]](Counter)
+    for entry in entries:
+        total.update({key: entry[key] for key in COUNTS})
+        for name, counts in entry["sources"].items():
+            sources[name].update(counts)
+    return {**total, "sources": sources}
+
+
+def write_joined(target: Path, paths: list[Path]) -> dict[str, Any]:
+    """Writes a shard of the rows of several files, links it if it is one file; returns its name, bytes and SHA-256.
+
+    A record of it lies beside the units, so that a merge which was stopped goes on.
+    """
+    identity = [
+        target.name,
+        *((path.parent.name, path.name, path.stat().st_mtime_ns) for path in paths),
+    ]
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
+    record = paths[0].parent.with_name(f"{digest}.json")
+    if record.exists() and target.exists():
+        done = read_json(record)
+        if done["date"] == target.stat().st_mtime_ns and done["bytes"] == target.stat().st_size:
+            return {key: done[key] for key in ("name", "bytes", "sha256")}
+    if len(paths) == 1:
+        link_shard(paths[0], target)
+    else:
+        join_shards(target, paths)
+    entry = {"name": target.name, **file_entry(target)}
+    write_json(record, entry | {"date": target.stat().st_mtime_ns})
+    return entry
+
+
+def find_copies(folders: list[Path], is_wanted: bool, pool: Pool) -> list[np.ndarray]:
+    """Returns for each unit, (D,) bool, which documents have the text of an earlier one; or none is to be found.
+
+    Each call finds those in a range of hashes, so that no process holds all of them.
+    """
+    sizes = [np.load(folder / "hashes.npy", mmap_mode="r").shape[1] for folder in folders]
+    repeated = np.zeros(sum(sizes), bool)
+    if is_wanted:
+        parts = 1 + len(repeated) // PART
+        for _, found in run_all(copies_in_range, [(i, parts, folders) for i in range(parts)], pool):
+            repeated[found] = True
     return np.split(repeated, np.cumsum(sizes)[:-1])
+
+
+def copies_in_range(part: int, parts: int, folders: list[Path]) -> np.ndarray:
+    """Returns the indices, over all units, of copies whose hashes lie in a part of the 64-bit numbers."""
+    limits = [np.uint64((part + i) * (1 << 64) // parts - (part + i == parts)) for i in range(2)]
+    hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
+    for folder in folders:
+        table = np.load(folder / "hashes.npy", mmap_mode="r")
+        begin = int(table[0].searchsorted(limits[0]))
+        end = table.shape[1] if part + 1 == parts else int(table[0].searchsorted(limits[1]))
+        hashes.append(np.array(table[0, begin:end]))
+        indices.append(table[1, begin:end].astype(np.int64) + first)
+        first += table.shape[1]
+    joined = np.concatenate(hashes)
+    order = np.argsort(joined, kind="stable")  # equal hashes stay in the order of the input
+    is_copy = joined[order[1:]] == joined[order[:-1]]
+    return np.concatenate(indices)[order[1:][is_copy]]
 
 
 def is_rewritten(folder: Path, copied: np.ndarray) -> bool:
@@ -72,26 +140,23 @@ def is_rewritten(folder: Path, copied: np.ndarray) -> bool:
     return bool(merged["copied"]) and merged["copied"] != np.flatnonzero(copied).tolist()
 
 
-def merge_unit(folder: Path, name: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
-    """Writes the shards of a unit, `name` being the path of the first one without its suffix.
+def merge_unit(folder: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
+    """Describes the files of rows of a unit, without `copied` documents, (D,) bool; `path` is in each entry.
 
     The unit's folder remembers what was done, so that a merge which was stopped goes on.
     """
     record = folder / MERGED
     if not record.exists() or read_json(record)["copied"] != np.flatnonzero(copied).tolist():
         _remove_copies(folder, copied, vocabulary_size)
-    merged, shards = read_json(record), list[dict[str, Any]]()
-    for number, source, entry in merged["shards"]:
-        target = name.with_name(f"{name.name}{f'-{number:03d}' if number else ''}.arrow")
-        link_shard(folder / source, target)
-        shards.append({"name": target.name} | entry)
+    merged = read_json(record)
+    shards = [{"path": str(folder / name), **entry} for name, entry in merged["shards"]]
     return Merged(shards, np.load(folder / FREQUENCY), Ledger(merged["drops"]))
 
 
 def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> None:
     """Rewrites the files of rows that have copied documents, (D,) bool, without them, and describes all files."""
     table, frequency = np.load(folder / "documents.npy"), np.zeros(vocabulary_size, np.int32)
-    shards, rewritten = list[tuple[int, str, dict[str, Any]]](), list[Path]()
+    shards, rewritten = list[tuple[str, dict[str, Any]]](), list[Path]()
     with keeper(folder / COPIES_TEXT, (folder / DROPPED_TEXT).exists()) as file:
         drops = Ledger(read_json(folder / "drops.json"), file)
         for number in np.unique(table["file"]).tolist():
@@ -111,7 +176,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
                     write_shard(path, list(map(shard.row, rows)))
             if not goes.all():
                 entry = _describe_shard(path, documents["rows"][~goes], frequency)
-                shards.append((number, path.name, entry))
+                shards.append((path.name, entry))
     drops.close(folder)
     with atomic_write(folder / FREQUENCY, "wb") as file:
         np.save(file, frequency)
@@ -122,7 +187,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
 
 
 def _describe_shard(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict[str, Any]:
-    """Returns the manifest's entry of a shard whose documents have `rows`, (D,); adds these to `frequency`, (V,)."""
+    """Returns counts and bytes of a file of rows whose documents have `rows`, (D,); adds these to `frequency`, (V,)."""
     shard = Shard(path)
     passages = _count_passages(shard, frequency)
     ends = np.isin(np.arange(len(shard.hashes)), np.cumsum(rows) - 1)
@@ -134,7 +199,7 @@ def _describe_shard(path: Path, rows: np.ndarray, frequency: np.ndarray) -> dict
         inside = shard.source_codes == code
         sources[name] = {key: int(column[inside].sum()) for key, column in columns.items()}
     counts = {key: int(column.sum()) for key, column in columns.items()}
-    return {**counts, **file_entry(path), "sources": sources}
+    return {**counts, "bytes": path.stat().st_size, "sources": sources}
 
 
 def file_entry(path: Path) -> dict[str, Any]:

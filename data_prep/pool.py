@@ -91,7 +91,7 @@ def _upload_code(client: Any) -> None:
     import cloudpickle
 
     this = sys.modules[__name__]
-    files = sorted(path for name in CODE for path in (REPOSITORY / name).glob("*.py"))
+    files = sorted(path for name in CODE for path in (REPOSITORY / name).rglob("*.py"))
     texts = {path.relative_to(REPOSITORY).as_posix(): path.read_text("utf-8") for path in files}
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
     with TemporaryDirectory() as folder:

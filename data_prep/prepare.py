@@ -34,6 +34,7 @@ from data_prep.ledger import remedies
 from data_prep.merge import (
     FREQUENCY,
     PASSAGE,
+    SHARD_BYTES,
     Merged,
     file_entry,
     find_copies,
@@ -55,6 +56,7 @@ CHANGES = 3  # of the input while it is read, after which a run ends
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
 UNITS_VERSION = 6  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
+ARRAYS = ("numpy", "pyarrow")
 # A key holds the files themselves instead.
 NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
 _OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
@@ -70,12 +72,17 @@ class Job(NamedTuple):
 
 
 def prepare(
-    options: BuildOptions, *, small_unit: int = SMALL_UNIT, shard_tokens: int = SHARD_TOKENS
+    options: BuildOptions,
+    *,
+    small_unit: int = SMALL_UNIT,
+    shard_tokens: int = SHARD_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
     The bytes depend on the input, the settings and the versions of packages, never on the workers or on interruptions.
-    Small files together are a unit of up to `small_unit` bytes; a shard ends after `shard_tokens` tokens.
+    Small files together are a unit of up to `small_unit` bytes; a unit's file ends after `shard_tokens` tokens, and a
+    shard takes files until it has `shard_bytes` bytes.
 
     Raises:
         UserError: The input or the tokenizer is bad, the folder holds something else or another
@@ -95,7 +102,7 @@ def prepare(
             with atomic_write(tokenizer, "wb") as file:
                 file.write(job.tokenizer_files["tokenizer.json"])
             fixed = options, work, tokenizer, shard_tokens
-            workers = min(options.workers or len(os.sched_getaffinity(0)), len(job.units))
+            workers = min(options.workers or _count_cores(), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
                     calls = [(unit, *fixed) for unit in job.units]
@@ -107,13 +114,13 @@ def prepare(
                     job = _describe_job(options, output, small_unit)
                 else:
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
-                copies = find_copies(folders, "duplicate_documents" in options.rules)
+                copies = find_copies(folders, "duplicate_documents" in options.rules, pool)
                 lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
                 for folder in compress(folders, lost):
                     shutil.rmtree(folder)
                 _build(calls, lost, pool)
                 size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
-                merged = merge(folders, copies, output, size, pool)
+                merged = merge(folders, copies, output, size, shard_bytes, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -127,6 +134,13 @@ def prepare(
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {tqdm.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
+
+
+def _count_cores() -> int:
+    """Returns the number of cores that this process may use, the CPU quota of a container included."""
+    from dask.system import cpu_count
+
+    return cpu_count()
 
 
 def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> str:
@@ -176,6 +190,8 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
+    for name in ARRAYS:  # whose patch releases change no byte
+        packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
     # A trial is one unit, which counts the documents of each source.
     units = group_units(files, identity, math.inf if options.limit else small_unit)

@@ -11,7 +11,7 @@ Every draw is a function of (seed, pass, row, window), so no example depends on 
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from multicls.errors import UserError, did_you_mean
 
 SHUFFLE_EPOCH, SHUFFLE_SOURCE = 0, 1  # what a permutation is drawn for
 MIRRORED = 0.5  # share of the rows that are mirrored in a pass
+BLOCK = 256  # rows whose windows are counted again to find one of them
 ANCHORED = 0.75  # share of the rows whose first and last windows touch the row's ends
 
 MASK = (1 << 64) - 1
@@ -50,7 +51,7 @@ class Part(NamedTuple):
 
 
 class WindowIndex:
-    """Finds the window of each example of an epoch. It holds 8 bytes for each row of the split that has windows.
+    """Finds the window of each example of an epoch. It holds 16 bytes for each block of `BLOCK` rows and source.
 
     A row of fewer than `num_parts` sentences has no window. `examples.ExampleStream` explains the arguments;
     `tokens_per_window` is W. Raises a UserError if a weight is of a source that does not exist.
@@ -67,41 +68,39 @@ class WindowIndex:
         source_weights: Mapping[str, float],
     ) -> None:
         self.num_parts, self.tokens_per_window = num_parts, tokens_per_window
-        limit = corpus.validation_limit(validation_fraction)
-        # Of each source, its rows with windows and their numbers of windows; no memory is used beyond what is filled.
-        arrays: dict[str, np.ndarray] = {}
-        filled, tokens = Counter[str](), Counter[str]()
-        self.num_documents = first_row = 0
+        self._corpus, self._validation = corpus, validation
+        self._limit = corpus.validation_limit(validation_fraction)
+        # First rows and numbers of windows of the blocks that have windows of a source.
+        blocks, sizes = (
+            defaultdict[str, list[np.ndarray]](list),
+            defaultdict[str, list[np.ndarray]](list),
+        )
+        tokens = Counter[str]()
+        self.num_documents = 0
         for number in range(corpus.num_shards):
-            shard, in_split = corpus.shard(number), corpus.held_out(number, limit) == validation
+            shard, first_row = corpus.shard(number), corpus.first_rows[number]
+            in_split = corpus.held_out(number, self._limit) == validation
             self.num_documents += int((shard.begins & in_split).sum())
-            counts = self._count(shard.num_tokens, np.diff(shard.row_starts)) * in_split
-            for code, name in enumerate(shard.source_names):
-                rows = np.flatnonzero((counts > 0) & (shard.source_codes == code))
-                if name not in arrays:
-                    arrays[name] = np.empty(
-                        (2, corpus.manifest["sources"][name]["rows"]), np.uint32
-                    )
-                place = slice(filled[name], filled[name] + len(rows))
-                arrays[name][:, place] = rows + first_row, counts[rows]
-                filled[name] = place.stop
-                tokens[name] += int(shard.num_tokens[rows].sum())
-            first_row += len(in_split)
-        if unknown := sorted(set(source_weights) - set(arrays)):
+            begins = np.arange(0, len(in_split), BLOCK)
+            for name in shard.source_names:
+                counts = self._windows(number, slice(None), name)
+                size = np.add.reduceat(counts, begins)
+                blocks[name].append(begins[size > 0].astype(np.uint64) + np.uint64(first_row))
+                sizes[name].append(size[size > 0])
+                tokens[name] += int(shard.num_tokens[counts > 0].sum(dtype=np.int64))
+        if unknown := sorted(set(source_weights) - set(blocks)):
             start = "source_weights: the corpus has no source"
-            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, arrays)}" for name in unknown))
-        weights = np.array([source_weights.get(name, 1.0) for name in arrays])
-        self._rows = [array[0, : filled[name]] for name, array in arrays.items()]
-        self._ends = [array[1, : filled[name]] for name, array in arrays.items()]
-        self._sizes = [int(numbers.sum()) for numbers in self._ends]
-        for source, (ends, size) in enumerate(zip(self._ends, self._sizes, strict=True)):
-            ends = ends if size < 1 << 32 else ends.astype(np.uint64)
-            self._ends[source] = np.cumsum(ends, dtype=ends.dtype, out=ends)
+            raise UserError(*(f"{start} {name!r}.{did_you_mean(name, blocks)}" for name in unknown))
+        self._names = list(blocks)
+        weights = np.array([source_weights.get(name, 1.0) for name in blocks])
+        self._blocks = [np.concatenate(arrays) for arrays in blocks.values()]
+        self._ends = [np.cumsum(np.concatenate(arrays)) for arrays in sizes.values()]
+        self._sizes = [int(ends[-1]) if len(ends) else 0 for ends in self._ends]
         shown = np.rint(weights * self._sizes).astype(np.int64)  # in an epoch
         self._shown: list[int] = shown.tolist()
         self._shown_ends: list[int] = np.cumsum(shown).tolist()
         self.per_epoch = self._shown_ends[-1]
-        self.num_tokens = round(float((weights * [tokens[name] for name in arrays]).sum()))
+        self.num_tokens = round(float((weights * [tokens[name] for name in blocks]).sum()))
 
     def find(self, seed: int, epoch: int, index: int) -> Window:
         """Returns the window of example `index` of an epoch.
@@ -115,10 +114,23 @@ class WindowIndex:
         pass_number, index = divmod(shown_before, size)
         key = hashed(seed, SHUFFLE_SOURCE, source, pass_number)
         index, ends = permuted(index, size, key), self._ends[source]
-        # Another type of number would be an array of that type, converted in each call.
-        position = int(ends.searchsorted(ends.dtype.type(index), side="right"))
-        first = int(ends[position - 1]) if position else 0
-        return Window(int(self._rows[source][position]), index - first, pass_number)
+        block = int(ends.searchsorted(index, side="right"))
+        index -= int(ends[block - 1]) if block else 0
+        first_row = int(self._blocks[source][block])
+        number, begin = self._corpus.locate(first_row)
+        ends = np.cumsum(self._windows(number, slice(begin, begin + BLOCK), self._names[source]))
+        row = int(ends.searchsorted(index, side="right"))
+        return Window(first_row + row, index - int(ends[row - 1]) if row else index, pass_number)
+
+    def _windows(self, number: int, rows: slice, source: str) -> np.ndarray:
+        """Returns the number of windows of some rows of shard `number`, (R,): 0 for rows of another source or split."""
+        shard = self._corpus.shard(number)
+        starts = shard.row_starts[rows.start : rows.stop and rows.stop + 1]
+        counts = self._count(shard.num_tokens[rows], starts[1:] - starts[:-1])
+        counts *= self._corpus.held_out(number, self._limit, rows) == self._validation
+        if len(shard.source_names) > 1:
+            counts *= shard.source_codes[rows] == shard.source_names.index(source)
+        return counts
 
     def count(self, shard: Shard, row: int) -> int:
         """Returns the number of windows of row `row` of a shard, whatever its split."""

@@ -10,7 +10,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Shard:
             self.counts: np.ndarray = self.batch.column("counts").values.to_numpy()
             self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
             self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
-        except (pa.ArrowException, FileNotFoundError, KeyError) as error:
+        except (pa.ArrowException, OSError, KeyError) as error:  # also of vm.max_map_count
             raise UserError(f"{path}: not a readable shard ({error}); prepare it again.") from None
         self.row_starts: np.ndarray = outer.offsets.to_numpy()
         self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()
@@ -103,7 +103,19 @@ def write_shard(path: str | Path, rows: Sequence[ShardRow]) -> None:
         "tokens": _lists(sentences, _lists(lengths, tokens)),
         "counts": _lists(num_tokens, pa.array(np.concatenate([row.counts for row in rows]))),
     }
-    batch = pa.record_batch(columns)
+    _write_batch(path, pa.record_batch(columns))
+
+
+def join_shards(path: str | Path, parts: Sequence[Path]) -> None:
+    """Writes the rows of several shards as one, atomically. It takes as much memory as that one."""
+    tables = [pa.ipc.open_file(pa.memory_map(str(part))).read_all() for part in parts]
+    table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+    (batch,) = table.to_batches()
+    _write_batch(path, batch)
+
+
+def _write_batch(path: str | Path, batch: pa.RecordBatch) -> None:
+    """Writes a record batch as a shard, atomically."""
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
@@ -140,28 +152,41 @@ class Corpus:
                 f"{path}: corpus format {version}, but this program reads format {FORMAT_VERSION}{reason}; "
                 "remove the folder and prepare it again."
             )
-        shards = {shard["name"]: shard for shard in manifest["shards"]}
-        self.files: dict[str, dict[str, Any]] = shards | manifest["files"]  # all but the manifest
-        if problems := [
-            f"{path / name}: missing, or not of {entry['bytes']} bytes as {MANIFEST} says; prepare the corpus again."
-            for name, entry in self.files.items()
-            if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]
-        ]:
-            raise UserError(*problems)
+        shards: list[dict[str, Any]] = manifest["shards"]
+        named = {shard["name"]: shard for shard in shards}
+        self.files: dict[str, dict[str, Any]] = named | manifest["files"]  # all but the manifest
+        for name in manifest["files"]:  # few; a shard is looked at when it is mapped
+            self._check_size(name)
         self.num_shards = len(shards)
         self.num_documents: int = manifest["documents"]  # one that takes several rows counts once
         self.vocabulary_size: int = manifest["tokenizer"]["vocabulary_size"]  # V, with added tokens
         self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
         made_from = manifest.get("made_from", {}).get("input", {})
         self.validation_sources = frozenset(made_from.get("validation_sources", ()))
-        self._first_rows = [0, *accumulate(shard["rows"] for shard in shards.values())]
-        self.num_rows = self._first_rows[-1]
+        self.first_rows = [0, *accumulate(shard["rows"] for shard in shards)]  # (shards + 1,)
+        self.num_rows = self.first_rows[-1]
         # N of the inverse document frequency; older corpora count rows.
         self.num_passages: int = manifest.get("passages", self.num_rows)
-        self.shard = cache(lambda number: Shard(path / list(shards)[number]))  # mapped on first use
+        self._names = [shard["name"] for shard in shards]
+        self._shards: dict[int, Shard] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus, (self.path,)  # each worker process maps the files itself
+
+    def _check_size(self, name: str) -> None:
+        """Raises a UserError if a file of the manifest is missing or has another size."""
+        path, size = self.path / name, self.files[name]["bytes"]
+        if not path.is_file() or path.stat().st_size != size:
+            raise UserError(
+                f"{path}: missing, or not of {size} bytes as {MANIFEST} says; prepare the corpus again."
+            )
+
+    def shard(self, number: int) -> Shard:
+        """Returns shard `number`, mapped on first use. Raises UserError if it is missing or has another size."""
+        if number not in self._shards:
+            self._check_size(self._names[number])
+            self._shards[number] = Shard(self.path / self._names[number])
+        return self._shards[number]
 
     def verify(self) -> None:
         """Reads each file and compares its SHA-256 with the manifest; a `UserError` names all that differ."""
@@ -172,17 +197,17 @@ class Corpus:
         ]:
             raise UserError(*problems)
 
-    def locate(self, number: int) -> tuple[Shard, int]:
-        """Returns the shard that holds row `number` of the corpus, and the row's index in it. Raises UserError."""
+    def locate(self, number: int) -> tuple[int, int]:
+        """Returns the number of the shard that holds row `number`, and the row's index in it. Raises UserError."""
         if not 0 <= number < self.num_rows:
             raise UserError(f"{self.path}: no row {number}; the last row is {self.num_rows - 1}.")
-        shard = bisect_right(self._first_rows, number) - 1
-        return self.shard(shard), number - self._first_rows[shard]
+        shard = bisect_right(self.first_rows, number) - 1
+        return shard, number - self.first_rows[shard]
 
     def row(self, number: int) -> ShardRow:
         """Returns row `number` of the corpus, counted from 0. Raises UserError."""
         shard, row = self.locate(number)
-        return shard.row(row)
+        return self.shard(shard).row(row)
 
     def validation_limit(self, fraction: float) -> float:
         """Returns the limit of `held_out_share` below which a document belongs to the validation split.
@@ -197,16 +222,16 @@ class Corpus:
             return fraction
         return math.nextafter(smallest, 1.0)
 
-    def held_out(self, number: int, limit: float) -> np.ndarray:
-        """Returns which rows of shard `number` belong to the validation split, (R,) bool.
+    def held_out(self, number: int, limit: float, rows: slice = slice(None)) -> np.ndarray:
+        """Returns which rows of shard `number`, all or a slice of them, belong to the validation split, (R,) bool.
 
         They are those of `validation_sources`, if there are any; else `limit`, from `validation_limit`, decides.
         """
         shard = self.shard(number)
         if self.validation_sources:
             chosen = [name in self.validation_sources for name in shard.source_names]
-            return np.array(chosen)[shard.source_codes]
-        return held_out_share(shard.hashes) < limit
+            return np.array(chosen)[shard.source_codes[rows]]
+        return held_out_share(shard.hashes[rows]) < limit
 
     @cached_property
     def document_frequency(self) -> np.ndarray:

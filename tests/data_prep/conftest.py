@@ -44,12 +44,17 @@ def sample_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def prepared(
-    tokenizer: Path, output: Path, *inputs: Path | str, shard_tokens: int = 1 << 24, **settings: Any
+    tokenizer: Path,
+    output: Path,
+    *inputs: Path | str,
+    shard_tokens: int = 1 << 24,
+    shard_bytes: int = 1,
+    **settings: Any,
 ) -> Corpus:
-    """Prepares a corpus of the inputs, of which two small files are a unit, and opens it."""
+    """Prepares a corpus of the inputs, of which two small files are a unit and, by default, a shard; opens it."""
     settings = {"workers": 1, "tokenizer": str(tokenizer), "output": str(output)} | settings
     options = BuildOptions(input=list(map(str, inputs)), **settings)
-    return prepare(options, small_unit=9000, shard_tokens=shard_tokens)
+    return prepare(options, small_unit=9000, shard_tokens=shard_tokens, shard_bytes=shard_bytes)
 
 
 @pytest.fixture

@@ -130,6 +130,58 @@ def test_copies_go_unless_they_are_to_stay(
     assert corpus.manifest["dropped"].get("documents_duplicate", 0) == 5 - len(kept)
 
 
+def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """Of three files one is a copy: all numbers of the manifest and of the drops are those of plain loops."""
+    stories = {"a": story(700, 1), "b": story(40, 4), "c": story(700, 1)}
+    for name, text in stories.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    inputs = [f"{name}={tmp_path / name}.txt" for name in stories]
+    corpus = prepared(tiny_tokenizer, tmp_path / "out", *inputs)
+    drops = Ledger(json.loads((corpus.path / "dropped.json").read_text()))
+    letters = {name: len(text) - text.count(". ") for name, text in stories.items()}
+    assert drops.characters["c"] == {"documents_duplicate": letters["c"]}
+    assert drops.counts == {"c": {"documents_duplicate": 1}}
+    assert corpus.manifest["dropped"] == {"documents_duplicate": 1}
+    share = 1 - letters["c"] / sum(map(len, stories.values()))
+    assert drops.kept() == f"2 of 3 documents, {share:.1%} of the text"
+    expected = {}
+    for number, name in enumerate("ab"):
+        row = corpus.row(number)
+        words = sum(len(sentence.split()) + 1 for sentence in stories[name].split(".")[:-1])
+        assert (row.source, len(row.tokens)) == (name, words)
+        assert row.counts.tolist() == [row.tokens.tolist().count(i) for i in row.tokens]
+        passages = max(1, round(words / 1000))
+        counts = (1, 1, stories[name].count("."), words, passages)
+        expected[name] = dict(zip(merge.COUNTS, counts, strict=True))
+    assert expected["a"]["passages"] > 2
+    assert corpus.manifest["sources"] == expected
+    for key in merge.COUNTS:
+        assert corpus.manifest[key] == sum(counts[key] for counts in expected.values())
+
+
+@pytest.mark.parametrize("part", [1, 2, 5, 1 << 24])
+def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hashes include both ends of the 64-bit numbers; a unit may be empty."""
+    monkeypatch.setattr(merge, "PART", part)
+    rng = np.random.default_rng(0)
+    values = np.append(
+        rng.integers(1 << 64, size=9, dtype=np.uint64), np.array([0, 2**64 - 1], np.uint64)
+    )
+    units = [rng.choice(values, size) for size in (7, 0, 9, 1)]
+    folders, seen = [tmp_path / str(number) for number in range(4)], set[int]()
+    for folder, hashes in zip(folders, units, strict=True):
+        folder.mkdir()
+        build.write_hashes(folder, hashes)
+    found = merge.find_copies(folders, True, None)
+    for hashes, copies in zip(units, found, strict=True):
+        for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
+            assert is_copy == (value in seen)
+            seen.add(value)
+    assert not np.concatenate(merge.find_copies(folders, False, None)).any()
+
+
 # Determinism and interruptions.
 
 
@@ -242,6 +294,43 @@ def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice
     assert not kept.with_name(kept.name.removeprefix("kept-")).exists()
     monkeypatch.setattr(merge, "_describe_shard", None)  # no unit is read again
     prepared(tiny_tokenizer, tmp_path / "out", texts).verify()
+
+
+def test_files_of_units_are_joined_to_shards_of_a_size(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows and all counts are those of a shard for each file; two sources stand in one shard."""
+    (tmp_path / "books").mkdir()
+    for number in range(3):
+        write(tmp_path / "books" / f"{number}.txt", story(25, 3 + number))
+    inputs = [texts, tmp_path / "books"]
+    apart = prepared(tiny_tokenizer, tmp_path / "apart", *inputs)
+    limit = 3 * (apart.path / "shard-00000.arrow").stat().st_size
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "_finish", interrupted)
+        prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
+    whole = prepared(tiny_tokenizer, tmp_path / "whole", *inputs, shard_bytes=1 << 30)
+    assert whole.num_shards == 1 and whole.shard(0).source_names == ["in", "books"]
+    monkeypatch.setattr(merge, "join_shards", None)  # no shard is joined again
+    joined = prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
+    joined.verify()
+    assert 2 < joined.num_shards < apart.num_shards - 4
+    expected, size = list[int](), limit
+    for entry in apart.manifest["shards"]:  # a shard ends as soon as its files have the size
+        if size >= limit:
+            expected.append(0)
+            size = 0
+        expected[-1] += entry["rows"]
+        size += entry["bytes"]
+    assert [entry["rows"] for entry in joined.manifest["shards"]] == expected
+    for key in ("documents", "rows", "sentences", "tokens", "passages", "sources", "dropped"):
+        assert joined.manifest[key] == apart.manifest[key] == whole.manifest[key]
+    assert sum(entry["tokens"] for entry in joined.manifest["shards"]) == apart.manifest["tokens"]
+    assert (joined.document_frequency == apart.document_frequency).all()
+    for number in range(apart.num_rows):
+        for corpus in (joined, whole):
+            for one, other in zip(apart.row(number), corpus.row(number), strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 def interrupted(*_: Any) -> None:
@@ -791,10 +880,10 @@ def test_damaged_corpora_are_found(name: str, corpus_of: Make) -> None:
         run.main(["verify", str(corpus.path)])
     shard.write_bytes(whole[:-1])
     with pytest.raises(UserError, match="prepare the corpus again"):
-        Corpus(corpus.path)
+        Corpus(corpus.path).shard(0)
     shard.unlink()
     with pytest.raises(UserError, match=f"{name}: missing"):
-        Corpus(corpus.path)
+        Corpus(corpus.path).shard(0)
 
 
 JOINED = [("01", 0, 1), ("0", 0, 0), ("00", 0, 1), ("01", 400, 1), ("01 23 02", 0, 3)]

@@ -67,6 +67,7 @@ def test_parts_are_whole_sentences_with_little_padding(stream: ExampleStream, ep
 def test_masking_never_touches_special_tokens(epoch: Epoch) -> None:
     special = [*SAMPLE_IDS[:4], *SAMPLE_IDS.facets]
     fates: Counter[str] = Counter()
+    drawn = list[int]()
     for example in epoch:
         masked = example.labels >= 0
         assert not np.isin(example.labels[masked], special).any()
@@ -78,8 +79,11 @@ def test_masking_never_touches_special_tokens(epoch: Epoch) -> None:
         fates["mask"] += int((hidden == 103).sum())
         fates["kept"] += int((hidden == example.labels[masked]).sum())
         fates["all"] += int(masked.sum())
+        drawn += hidden[(hidden != 103) & (hidden != example.labels[masked])].tolist()
     assert fates["mask"] / fates["all"] == pytest.approx(0.8, abs=0.01)
     assert fates["kept"] / fates["all"] == pytest.approx(0.1, abs=0.01)
+    tenths = np.histogram(drawn, bins=10, range=(0, 30_522))[0] / len(drawn)
+    assert len(drawn) > 1000 and tenths == pytest.approx(0.1, abs=4 * (0.09 / len(drawn)) ** 0.5)
 
 
 def test_half_of_the_parts_are_swapped_independently(epoch: Epoch) -> None:
@@ -405,3 +409,55 @@ def test_parts_take_sentences_up_to_their_whole_budget() -> None:
     assert windows.fill_parts(boundaries, 0, 3, 29, []) == [0, 2, 4, 6]
     uneven = np.array([0, 10, 12, 42, 72, 102, 132])  # from 10 on the first part would hold 2
     assert windows.fill_parts(uneven, 5, 3, 30, []) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("block", [1, 7, 256])
+def test_every_window_of_the_split_is_found_once(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources lie in both shards, and a block may hold rows of the other source, split and without windows."""
+    monkeypatch.setattr(windows, "BLOCK", block)
+    rng = np.random.default_rng(3)
+    lengths = [[9] * n for n in rng.integers(1, 90, 60).tolist()]
+    corpus = corpus_of(tmp_path, wiki=lengths[:35], books=lengths[35:])
+    limit = corpus.validation_limit(0.3)
+    held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
+    for split in ("train", "validation"):
+        stream = ExampleStream(corpus, SPECIAL, **fixed(validation_fraction=0.3, split=split))
+        index, expected = stream._index, []
+        for row, sentences in enumerate(lengths):
+            number = max(1, round(9 * len(sentences) / (3 * 59 * 0.875)))
+            if len(sentences) >= 3 and held_out[row] == (split == "validation"):
+                expected += [(row, window) for window in range(number)]
+        found = [index.find(5, 2, i) for i in range(stream.examples_per_epoch)]
+        assert sorted(window[:2] for window in found) == expected
+        assert {window.pass_number for window in found} == {2}
+        assert stream.num_tokens == sum(
+            9 * len(lengths[row]) for row in {row for row, _ in expected}
+        )
+
+
+def test_rows_and_windows_beyond_32_bits(tmp_path: Path) -> None:
+    """The second shard's rows begin at five billion; in the other corpus a row has a hundred million windows."""
+    corpus = corpus_of(tmp_path / "rows", text=[[9] * 30] * 8)
+    corpus.first_rows = [0, 5_000_000_000, 5_000_000_004]
+    corpus.num_rows = corpus.first_rows[-1]
+    stream = ExampleStream(corpus, SPECIAL, **fixed())
+    far = {row for row in rows_of(stream) if row > 1 << 32}
+    assert far == {5_000_000_000 + i for i in range(4)}
+    example = stream.examples_of_row(5_000_000_002, 0)[0]
+    text = corpus.shard(1).row(2).tokens
+    shown = np.where(example.labels >= 0, example.labels, example.input_ids)[0]
+    assert shown[3] in text and example.row == 5_000_000_002
+
+    corpus = corpus_of(tmp_path / "windows", text=[[9] * 30] * 200)
+    for number in range(2):
+        corpus.shard(number).num_tokens = np.full(100, 4_000_000_000, np.uint32)
+    stream = ExampleStream(corpus, SPECIAL, **fixed())
+    each = round(4_000_000_000 / (3 * 59 * 0.875))
+    assert stream.examples_per_epoch == 200 * each > 1 << 32
+    assert stream.num_tokens == 200 * 4_000_000_000
+    found = [stream._index.find(1, 0, i) for i in range(600)]
+    assert len({window.row for window in found}) > 180
+    assert all(0 <= window.number < each for window in found)
+    assert np.mean([window.number / each for window in found]) == pytest.approx(0.5, abs=0.05)

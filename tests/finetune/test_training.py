@@ -46,7 +46,7 @@ from tests.processes import completed, free_ports, program, until
 SST2 = replace(TASKS["sst2"], max_length=24)
 PLAIN: dict[str, Any] = {
     "train__learning_rate": 1e-3,
-    "train__warmup_ratio": 0.0,
+    "train__warmup_ratio": 0.5,
     "train__weight_decay": 1.0,
     "train__max_grad_norm": 0.5,
     "train__batch_size": 5,
@@ -84,7 +84,7 @@ def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, An
     train = [data.train[row] for row in draw_rows(len(data.train), 12, 1)]
     for step, rows in enumerate(islice(row_batches(12, 5, 3), 4)):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (4 - step) / 4
+            group["lr"] = 1e-3 * min(step, 4 - step) / 2  # two steps of warm-up, two of decay
         batch = tokenizer([train[r].texts[0] for r in rows], padding=True, return_tensors="pt")
         labels = torch.tensor([int(train[r].label) for r in rows])
         model(**batch, labels=labels).loss.backward()
@@ -104,7 +104,7 @@ def test_cls_learns_what_a_plain_loop_learns(
     record = finetune(still_bert, glue, tmp_path, **PLAIN, train__micro_batch_size=micro)
     np.testing.assert_allclose(logits_of(record), plain_loop(still_bert, glue), atol=2e-5)
     for other in ({"max_grad_norm": 1e9}, {"weight_decay": 0.0}):
-        assert np.abs(logits_of(record) - plain_loop(still_bert, glue, **other)).max() > 1e-4
+        assert np.abs(logits_of(record) - plain_loop(still_bert, glue, **other)).max() > 5e-5
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
