@@ -201,9 +201,10 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
     from multicls.build import quiet_transformers
     from pretrain.engine import fp32_weights
 
-    topics, info = load_topics(folder), read_json(folder.model / EXPORT_INFO)
+    topics = load_topics(folder)
     if step:
         model, tokenizer = restore_model(folder)
+        info = read_json(folder.model / EXPORT_INFO)
         model.freeze_unused(settings_of(folder).objective.in_use)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
         info["new_weights"] = sorted(model.new_weights & frozen)  # which no step has trained
@@ -215,6 +216,7 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
             raise UserError(f"{path}: was deleted meanwhile; export a newer one.") from None
     else:
         model, tokenizer = untouched_model(folder)
+        info = read_json(folder.model / EXPORT_INFO)
         if topics:  # the vocabulary that they were made for, which may have new facets
             model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)
     if topics:
