@@ -120,7 +120,8 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
     for name, source in (text.split("=", 1) for text in options.model):
         embedded, keys[name], encoders[name] = embed_model(name, source, everything, options)
         features |= embedded
-        systems |= systems_of_model(name, source, embedded, options, rows)
+        most = encoders[name][1]
+        systems |= systems_of_model(name, source, most, embedded, options, rows)
     systems |= systems_without_model(options, features, task, splits)
     chosen = choose(systems, options)
     whole = labelled_rows(task, everything, features)
@@ -183,9 +184,14 @@ def embed_model(
 
 
 def systems_of_model(
-    name: str, source: str, features: dict[str, Array], options: CompareOptions, rows: Rows
+    name: str,
+    source: str,
+    most_tokens: int,
+    features: dict[str, Array],
+    options: CompareOptions,
+    rows: Rows,
 ) -> dict[str, System]:
-    """Returns the systems on a model: linear ones on its parts, or those that `--systems` names."""
+    """Returns the systems on a model: linear ones on its parts, and those that `--systems` names."""
     from multicls.systems import Cosine, Linear
 
     parts = [key.partition("/")[2] for key in features]
@@ -203,7 +209,8 @@ def systems_of_model(
         if text.startswith(TUNED):
             from finetune.tuned import Tuned
 
-            systems[f"{name} {text}"] = Tuned(text.removeprefix(TUNED), source, options.max_length)
+            head = text.removeprefix(TUNED)
+            systems[f"{name} {text}"] = Tuned(head, source, most_tokens)
     return systems
 
 

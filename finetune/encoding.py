@@ -102,8 +102,10 @@ def notes_on_cuts(splits: Mapping[str, Encoded], hint: str = " (--max_length)") 
 def _targets(task: Task, examples: Sequence[Example]) -> Tensor:
     if task.multi_label:
         return torch.tensor([example.labels for example in examples])
-    labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
-    return labels / task.label_scale if task.is_regression else labels.long()
+    labels = np.array([example.label for example in examples])
+    if not task.is_regression:
+        return torch.tensor(labels, dtype=torch.long)
+    return torch.tensor(task.to_target(labels), dtype=torch.float32)
 
 
 def _span_masks(inputs: Any, row: int, example: Example) -> Tensor:

@@ -1,49 +1,32 @@
 """The metrics of the benchmarks and of own rows, by scikit-learn and scipy, all as fractions of 1."""
 
-import math
 import operator
 import re
 import string
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from finetune.tasks import Array, Example, Task, example_arrays
 from multicls.errors import UserError
-
-METRICS: dict[str, Callable[[Array, Array], Any]] = {  # of labels and predictions; see `metric`
-    "acc": accuracy_score,
-    "exact_match": accuracy_score,
-    "f1": partial(f1_score, average="binary", zero_division=math.nan),
-    "f1a": partial(f1_score, average="binary", zero_division=math.nan),  # MultiRC: of all answers
-    "macro_f1": partial(f1_score, average="macro", zero_division=math.nan),
-    "micro_f1": partial(f1_score, average="micro", zero_division=math.nan),
-    "matthews": matthews_corrcoef,
-    "pearson": lambda x, y: pearsonr(x, y).statistic if len(x) > 1 else math.nan,
-    "spearman": lambda x, y: spearmanr(x, y).statistic,
-}
+from multicls.measures import MEASURES, score
 
 
 def metric(name: str, labels: Array, predictions: Array) -> float:
-    """Returns a metric of `METRICS`, 0 where it is undefined; classes without label and prediction do not count."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about constants
-        value = float(METRICS[name](labels, predictions))
-    return value if math.isfinite(value) else 0.0
+    """Returns a metric, 0 where it is undefined; classes without label and prediction do not count.
+
+    `f1a` is the F1 of all of MultiRC's answers.
+    """
+    return score("f1" if name == "f1a" else name, labels, predictions)
 
 
 def predictions_of(task: Task, outputs: Array) -> Array:
     """Returns class indices (N,) of logits (N, C), zeros and ones (N, C) for multi-label tasks, or scores (N,)."""
     if task.multi_label:
         return (outputs > np.array(task.cuts or 0.0)).astype(int)
-    return outputs[:, 0] if task.is_regression else outputs.argmax(axis=1)
+    return task.to_label(outputs[:, 0]) if task.is_regression else outputs.argmax(axis=1)
 
 
 def names_of(task: Task, values: Array) -> list[str]:
@@ -80,8 +63,10 @@ def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dic
     """
     if task.multi_label:
         output = np.mean([example.labels for example in train], axis=0) - 0.5
-    elif task.num_choices or task.is_regression:
-        output = np.eye(max(1, task.num_choices))[0]
+    elif task.is_regression:
+        output = task.to_target(np.array([np.mean([example.label for example in train])]))
+    elif task.num_choices:
+        output = np.eye(task.num_choices)[0]
     else:
         labels = [int(row.label) for row in (*train, *dev)]
         weights = [1.0] * len(train) + [1 / (len(dev) + 1)] * len(dev)  # those of dev decide ties
@@ -93,7 +78,7 @@ def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
     labels, predicted = predictions["labels"], predictions_of(task, predictions["logits"])
     values: dict[str, float] = {}
     for name in task.metrics:
-        if name in METRICS:
+        if name == "f1a" or name in MEASURES:
             values[name] = metric(name, labels, predicted)
         elif name == "em":  # MultiRC: questions with all answers right
             right = pd.Series(labels == predicted).groupby(predictions["groups"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.settings import OwnDataSettings, RowSettings
 from finetune.subsets import hold_out, missing_classes, strata
-from finetune.tasks import OWN_METRICS, Array, Example, Task, TaskData, first_of, passage_id
+from finetune.tasks import Array, Example, Task, TaskData, first_of, passage_id
 from multicls.console import count
 from multicls.errors import UserError, did_you_mean
 from multicls.evaluation import Rows
@@ -28,8 +28,11 @@ from multicls.labels import (
     with_labels,
     with_texts,
 )
+from multicls.measures import METRICS
+from multicls.systems import Scale
 from multicls.tables import RawRows, Row, read_table
 
+RARE = 0.8  # share of the most frequent class above which macro-F1 is the main metric
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
 Splits = dict[str, RawRows]
@@ -284,7 +287,10 @@ def _task(own: RowSettings, fields: Names, kind: LabelType, labels: dict[str, An
     others = [label for split, column in labels.items() if split != "train" for label in column]
     classes = class_names(str(own.train_file), kind, train, others)
     more = ["matthews", "f1"][: 2 if len(classes) == 2 else 1] if kind == "class" else []
-    possible = (*OWN_METRICS[kind], *more)
+    possible = (*METRICS[kind], *more)
+    main = METRICS[kind][0]
+    if kind == "class" and max(Counter(train).values()) > RARE * len(train):
+        main = "macro_f1"  # accuracy would not see the rare classes
     if own.metric and own.metric not in possible:
         known = ", ".join(possible)
         raise UserError(f"--metric {own.metric}: labels of type {kind} have the metrics {known}.")
@@ -292,16 +298,25 @@ def _task(own: RowSettings, fields: Names, kind: LabelType, labels: dict[str, An
         own.name,
         tuple(fields),
         classes,
-        tuple(dict.fromkeys((own.metric or OWN_METRICS[kind][0], *OWN_METRICS[kind]))),
-        label_scale=1.0 if classes else max(map(abs, train)),
+        tuple(dict.fromkeys((own.metric or main, *METRICS[kind]))),
+        **(_standardised(train) if kind == "score" else {}),
         multi_label=kind == "multi_label",
     )
+
+
+def _standardised(scores: Sequence[float]) -> dict[str, Any]:
+    """Returns the fields of a task that standardise its scores by the training rows."""
+    scale = Scale.of(np.array(scores))
+    fields = {"label_shift": scale.mean, "label_scale": scale.spread}
+    return fields | ({"label_range": (scale.low, scale.high)} if scale.high < np.inf else {})
 
 
 def _note(task: Task) -> str:
     """Returns what was found out about the labels, in words."""
     if task.is_regression:
-        return f"labels are scores: a regression, trained on label/{task.label_scale:g}"
+        ends = " to ".join(f"{end:g}" for end in task.label_range)
+        outliers = f"; systems take labels outside {ends} as its ends" if ends else ""
+        return f"labels are scores: a regression{outliers}"
     what = "labels, any number a row" if task.multi_label else "classes"
     hint = "" if task.multi_label else hint_on_numbers(task.labels)
     note = f"{len(task.labels):,} {what}: {first_of(task.labels)}{hint}"

@@ -155,7 +155,7 @@ def answers_of(task: Task, outputs: Array, thresholds: Sequence[float] = ()) -> 
 
     outputs = outputs.astype(float)
     if task.is_regression:
-        return pd.DataFrame({"predicted_score": (outputs[:, 0] * task.label_scale).round(6)})
+        return pd.DataFrame({"predicted_score": task.to_label(outputs[:, 0]).round(6)})
     probabilities = expit(outputs) if task.multi_label else softmax(outputs, axis=1)
     answers = pd.DataFrame(probabilities.round(6), columns=[f"p_{name}" for name in task.labels])
     labels = np.array(task.labels, dtype=object)

@@ -292,7 +292,7 @@ def matrix_of(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
 def list_errors(task: Task, predictions: Mapping[str, Array]) -> pd.DataFrame:
     """Returns the errors with their places, the most confident or farthest first; of several labels, by the worst."""
     outputs, labels = predictions["logits"].astype(np.float64), predictions["labels"]
-    predicted = predictions_of(task, outputs) * task.label_scale
+    predicted = predictions_of(task, outputs)
     if task.is_regression:
         wrong, confidence = predicted != labels, np.abs(predicted - labels)
     elif task.multi_label:

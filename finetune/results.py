@@ -236,7 +236,7 @@ def write_predictions(path: Path, tasks: Scored) -> None:
     for task, splits in tasks:
         for split, arrays in splits.items():
             columns: dict[str, Any] = {name: arrays[f"{name}s"] for name in ("text", *TEXT_FIELDS)}
-            predicted = predictions_of(task, arrays["logits"]) * task.label_scale
+            predicted = predictions_of(task, arrays["logits"])
             columns |= {
                 "label": names_of(task, arrays["labels"]),
                 "predicted": names_of(task, predicted),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def save_system(
             shutil.copy(topics, fresh / TABLE)
         kind = "words" if isinstance(system, Words) else "linear"
         record = {"format": FORMAT, "kind": kind, "max_length": max_length}
+        # The outputs of these systems are labels, not targets.
+        task = replace(task, label_scale=1.0, label_shift=0.0, label_range=())
         write_json(fresh / SYSTEM, record | {"task": task.describe()} | about)
 
 

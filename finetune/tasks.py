@@ -12,14 +12,8 @@ import numpy as np
 import yaml
 
 from multicls.console import count
-from multicls.labels import LabelType
 
 Array = np.ndarray[Any, np.dtype[Any]]
-OWN_METRICS: dict[LabelType, tuple[str, ...]] = {  # of a user's own rows
-    "class": ("acc", "macro_f1"),
-    "multi_label": ("micro_f1", "macro_f1", "exact_match"),
-    "score": ("spearman", "pearson"),
-}
 # The fields of a task on where its rows are; records and saved models do not keep them.
 SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "passage")
 TEXT_FIELDS = ("id", "place", "part", "group", "answer", "passage")  # of an example's predictions
@@ -42,7 +36,10 @@ class Task:
     header: tuple[str, ...] = ()  # columns of train and dev files without a header
     train: Parts = (("train", ""),)
     dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
-    label_scale: float = 1.0  # a regression label is divided by it to become the training target
+    # A regression's training target is (label - shift) / scale, of own rows their standardised label.
+    label_scale: float = 1.0
+    label_shift: float = 0.0
+    label_range: tuple[float, ...] = ()  # labels outside are taken as its ends to become targets
     num_choices: int = 0
     num_spans: int = 0
     multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
@@ -55,6 +52,15 @@ class Task:
     def is_regression(self) -> bool:
         """True if the label is a number instead of a class."""
         return not self.labels
+
+    def to_target(self, labels: Array) -> Array:
+        """Returns the training targets of a regression's labels."""
+        low, high = self.label_range or (-np.inf, np.inf)
+        return np.asarray((np.clip(labels, low, high) - self.label_shift) / self.label_scale)
+
+    def to_label(self, outputs: Array) -> Array:
+        """Returns the labels that a regression's outputs stand for."""
+        return np.asarray(outputs * self.label_scale + self.label_shift)
 
     @property
     def num_labels(self) -> int:
@@ -121,7 +127,9 @@ class TaskData:
     @cached_property
     def sha256(self) -> str:
         """Hash (16 hex digits) of all examples, except their ids and places, which name files."""
-        digest = hashlib.sha256(json.dumps([self.task.labels, self.task.label_scale]).encode())
+        digest = hashlib.sha256(
+            json.dumps([self.task.labels, self.task.label_scale, self.task.label_shift]).encode()
+        )
         for example in (*self.train, *self.dev, *self.test):
             values = [v for name, v in vars(example).items() if name not in ("id", "place")]
             digest.update(json.dumps(values).encode())

@@ -258,6 +258,8 @@ class Difference:
         """Returns a score in percent with its interval, without signs; MAE in the unit of the labels."""
         factor = 1 if metric in LOWER_IS_BETTER else 100
         mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
+        if metric not in LOWER_IS_BETTER:
+            high = min(high, 100.0)
         return f"{mean:.1f} ({low:.1f} to {high:.1f})"
 
     @property
@@ -314,8 +316,9 @@ def compare(
             means = np.array([scores.mean for scores in side])
             variances.append((float(means.var(ddof=1)) / len(side), len(side) - 1))
     total = sum(variance for variance, _ in variances)
-    if total <= 0:
-        return Difference(mean, mean, mean, covers)
+    if total <= 0:  # no row differs: at most about three in N do (Hanley and Lippman-Hand, 1983)
+        total = 2.25 / number**2
+        variances = [(total, number - 1)]
     freedom = total**2 / sum(v**2 / max(1, free) for v, free in variances if v > 0)
     half = float(stats.t.ppf(0.975, freedom) * np.sqrt(total))
     return Difference(mean, mean - half, mean + half, covers)

@@ -100,7 +100,8 @@ def _f1(targets_NC: Array, predicted_NC: Array) -> Array:
 def _macro_f1(targets: Array, predicted: Array) -> Array:
     t_NC, p_NC = _one_hot(targets, predicted)
     occur = (t_NC + p_NC).any(axis=0)  # a class without label and prediction does not count
-    return np.asarray(_f1(t_NC[:, occur], p_NC[:, occur]).mean(axis=1))
+    values: Array = _f1(t_NC[:, occur], p_NC[:, occur]).sum(axis=1) / occur.sum()
+    return values
 
 
 def _micro_f1(targets: Array, predicted: Array) -> Array:

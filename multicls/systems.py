@@ -115,9 +115,11 @@ class Scale:
         """Returns the scale of training scores (N,)."""
         first, third = np.quantile(scores, (0.25, 0.75))
         reach = OUTLIER * (third - first)
-        low, high = (first - reach, third + reach) if reach > 0 else (-np.inf, np.inf)
+        low, high = float(first - reach), float(third + reach)
+        if not reach or (low <= scores.min() and scores.max() <= high):
+            low, high = -np.inf, np.inf
         inside = np.clip(scores, low, high)
-        return cls(float(inside.mean()), float(inside.std()) or 1.0, float(low), float(high))
+        return cls(float(inside.mean()), float(inside.std()) or 1.0, low, high)
 
     def apply(self, scores: Array) -> Array:
         """Returns standardised scores."""

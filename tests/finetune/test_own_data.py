@@ -48,10 +48,11 @@ def test_pairs_and_scores(tmp_path: Path) -> None:
     row = {"sentence1": "not this", "text1": "a", "text2": "b"}
     rows = [row | {"label": label} for label in (-8.0, 2.5)]
     task, data = read(tmp_path, rows, rows[1:])
-    assert (task.is_regression, task.label_scale) == (True, 8.0)
-    assert task.metrics == ("spearman", "pearson")
+    assert task.is_regression
+    assert (task.label_shift, task.label_scale) == (-2.75, 5.25), "mean and standard deviation"
+    assert task.metrics == ("spearman", "pearson", "r2", "mae")
     assert [(row.id, row.texts, row.label) for row in data.dev] == [("dev:0", ("a", "b"), 2.5)]
-    assert "a regression, trained on label/8" in data.notes[0]
+    assert "labels are scores: a regression" in data.notes[0]
 
 
 @pytest.mark.parametrize(

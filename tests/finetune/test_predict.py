@@ -55,7 +55,7 @@ def test_rows_are_labelled(
 
 
 def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
-    """Predictions keep long numbers, dates, lists and letters, and replace earlier predictions."""
+    """Predictions keep long numbers, dates, lists and letters, and a user's column of their name."""
     cells = {"w": "ä", "n": 0.1234567890123456, "l": ["a", 1], "t": date(2026, 1, 2)}
     answers = answers_of(TASKS["sst2"], np.array([[0.0, 1.0]], dtype=np.float32))
     rows: RawRows = [("1", {"predicted_label": "0"} | cells), ("2", {})]
@@ -64,11 +64,14 @@ def test_cells_and_columns_of_the_rows_stay(tmp_path: Path) -> None:
     table = pd.read_csv(tmp_path / "o.csv", dtype=str, keep_default_na=False)
     first, second = table.to_dict("records")
     texts = {"w": "ä", "n": "0.1234567890123456", "l": '["a", 1]', "t": "2026-01-02"}
-    assert first.items() > {"predicted_label": "1", **texts}.items() and not any(second.values())
+    labels = {"predicted_label": "0", "predicted_label_2": "1"}
+    assert first.items() > {**labels, **texts}.items() and not any(second.values())
     with open(tmp_path / "o.jsonl", "wb") as file:
         write_answers(file, ".jsonl", rows, answers.set_axis(["1"]))
     first, second = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
-    assert first.items() > {"predicted_label": "1", **cells, "t": "2026-01-02"}.items()
+    assert all(
+        first[name] == value for name, value in (labels | cells | {"t": "2026-01-02"}).items()
+    )
     assert set(second.values()) == {None}
     with open(tmp_path / "o.parquet", "wb") as file:
         write_answers(file, ".parquet", rows, answers.set_axis(["1"]))

@@ -1,0 +1,188 @@
+"""finetune/compare.py: from labelled rows to a verdict, a fitted system, and predictions."""
+
+import csv
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from finetune import compare, predict
+from finetune.compare_report import abstention
+from finetune.tuned import Tuned
+from multicls.errors import UserError
+from multicls.evaluation import Rows, Scores
+from tests.finetune.conftest import BAD, GOOD, NOUNS
+from tests.finetune.runs import write_rows
+
+
+def sentences(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows whose label one word of each decides."""
+    draw, rows = random.Random(seed), []
+    for index in range(number):
+        good = index % 2
+        words = [draw.choice(NOUNS), "los", draw.choice((BAD, GOOD)[good]), draw.choice(NOUNS)]
+        draw.shuffle(words)
+        rows.append({"text": f"len {' '.join(words)} {index}", "label": ("bad", "good")[good]})
+    return rows
+
+
+def run(tmp_path: Path, model: Path, **flags: Any) -> str:
+    """Runs the command in a folder; returns the report."""
+    output = tmp_path / "out"
+    words = [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, list)]
+    for name, values in flags.items():
+        if isinstance(values, list):
+            words += [f"--{name}", *values]
+    compare.main([*words, "--model", f"tiny={model}", "--output_dir", str(output)])
+    return (output / "report.md").read_text(encoding="utf-8")
+
+
+def predicted(tmp_path: Path, rows: str, *flags: str) -> pd.DataFrame:
+    """Labels rows with the saved system."""
+    file = tmp_path / "labelled.csv"
+    predict.main([str(tmp_path / "out" / "model"), rows, "--output", str(file), *flags])
+    return pd.read_csv(file, keep_default_na=False)
+
+
+def test_a_table_gives_a_verdict_and_a_system(
+    tmp_path: Path, tiny_bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sentences(120)
+    rows[7]["label"] = "good"  # wrong: 7 is odd ... even rows are bad
+    wrong = rows[6] | {"label": "good"}
+    train = write_rows(tmp_path / "train.csv", [*rows[:6], wrong, *rows[7:]])
+    test = write_rows(tmp_path / "test.csv", sentences(60, 1))
+    new = write_rows(tmp_path / "new.csv", [{"text": row["text"]} for row in sentences(30, 2)])
+    flags = {"train_file": train, "test_file": test, "new_file": new}
+    report = run(tmp_path, tiny_bert, **flags)
+    assert "| words |" in report and "| tiny mean+topics |" in report and "| majority |" in report
+    assert "On 60 test rows" in report and "folds over 120 labelled rows" in report
+    assert "fitted on all 120 rows" in report and "## Rows to label next" in report
+    suspects = list(csv.DictReader((tmp_path / "out" / "labels_to_check.csv").open()))
+    assert suspects[0]["place"].endswith("train.csv:8") and suspects[0]["label"] == "good"
+    table = predicted(tmp_path, test)
+    assert (table["label"] == table["predicted_label"]).mean() > 0.9
+    few = predicted(tmp_path, test, "--precision", "0.95")
+    sure = few[few["predicted_label"] != ""]
+    assert len(sure) > 10 and (sure["label"] == sure["predicted_label"]).mean() > 0.9
+    assert "labelled:" in capsys.readouterr().out
+
+
+def test_a_second_call_computes_nothing(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = write_rows(tmp_path / "train.csv", sentences(60))
+    report = run(tmp_path, tiny_bert, train_file=train, repeats=1)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("computed again")
+
+    for name in ("finetune.compare.evaluate", "finetune.compare.learning_curve"):
+        monkeypatch.setattr(name, refuse)
+    monkeypatch.setattr("multicls.embeddings.Embedder.embed", refuse)
+    assert run(tmp_path, tiny_bert, train_file=train, repeats=1) == report
+    changed = sentences(60)
+    changed[0]["label"] = "good"
+    write_rows(tmp_path / "train.csv", changed)
+    with pytest.raises(AssertionError, match="computed again"):
+        run(tmp_path, tiny_bert, train_file=train, repeats=1)
+
+
+def test_the_saved_linear_system_predicts_what_was_evaluated(
+    tmp_path: Path, tiny_multicls: Path
+) -> None:
+    """All parts, topics of the model itself, of whole texts; the saved folder stands alone."""
+    copied = shutil.copytree(tiny_multicls, tmp_path / "model")
+    train = write_rows(tmp_path / "train.csv", sentences(80))
+    run(tmp_path, copied, train_file=train, systems=["mean+facets+topics"], max_length=8)
+    shutil.rmtree(copied)
+    record = json.loads((tmp_path / "out" / "model" / "system.json").read_text())
+    assert record["kind"] == "linear" and record["system"] == "tiny mean+facets+topics"
+    rows = [{"text": "len los " + "bal " * 30 + word} for word in ("nar", "ros")]
+    first, second = predicted(tmp_path, write_rows(tmp_path / "long.csv", rows))["p_good"]
+    assert first != second, "topics read beyond the eighth token"
+
+
+def test_scores_of_pairs_have_the_cosine_beside_them(tmp_path: Path, tiny_bert: Path) -> None:
+    draw, rows = random.Random(0), []
+    for _ in range(80):
+        first, second = (" ".join(draw.choices([*NOUNS, *GOOD, *BAD], k=4)) for _ in "ab")
+        common = len(set(first.split()) & set(second.split()))
+        rows.append({"text1": first, "text2": second, "label": 2000 + common + draw.random() / 9})
+    train = write_rows(tmp_path / "train.csv", rows)
+    report = run(tmp_path, tiny_bert, train_file=train, repeats=1)
+    assert "| tiny cosine |" in report and "spearman" in report
+    table = predicted(tmp_path, train)
+    assert table["predicted_score"].between(1990, 2010).all(), "in the unit of the labels"
+
+
+def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -> None:
+    rows = sentences(60)
+    train = write_rows(tmp_path / "train.csv", rows)
+    theirs = write_rows(tmp_path / "llm.csv", rows[::-1])
+    report = run(
+        tmp_path, tiny_bert, train_file=train, systems=["words"], predictions=[f"llm={theirs}"]
+    )
+    assert "| llm | 100.0 (95.0 to 100.0) |" in report
+    assert "model" in {path.name for path in (tmp_path / "out").iterdir()}
+    write_rows(tmp_path / "llm.csv", rows[1:])
+    with pytest.raises(UserError, match="holds no prediction for the text of .*train.csv:2"):
+        run(tmp_path, tiny_bert, train_file=train, predictions=[f"llm={theirs}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "20 labelled rows; set 20|19 labelled rows"),
+        ({"systems": ["wrods"]}, "--systems wrods: no such system. Did you mean 'words'"),
+    ],
+)
+def test_refused(tmp_path: Path, tiny_bert: Path, flags: dict[str, Any], message: str) -> None:
+    number = 40 if flags else 19
+    train = write_rows(tmp_path / "train.csv", sentences(number))
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, tiny_bert, train_file=train, **flags)
+    with pytest.raises(UserError, match="--train_file: required"):
+        compare.main(["--output_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_head_is_a_system(tmp_path: Path, tiny_bert: Path) -> None:
+    train = write_rows(tmp_path / "train.csv", sentences(40))
+    report = run(
+        tmp_path, tiny_bert, train_file=train, systems=["tuned-mean", "majority"], repeats=1
+    )
+    assert "| tiny tuned-mean |" in report
+    table = predicted(tmp_path, train)
+    assert set(table["predicted_label"]) <= {"bad", "good"}
+
+
+def test_a_tuned_head_learns_scores_with_any_offset(tiny_bert: Path) -> None:
+    """The same outputs, moved, for labels x and 2000 + x."""
+    texts = [(row["text"],) for row in sentences(24)]
+    x = np.arange(24) % 2 + 0.1 * np.arange(24) / 24
+    found = []
+    for offset in (0.0, 2000.0):
+        rows = Rows("score", x + offset, texts)
+        system = Tuned("mean", str(tiny_bert), 16)
+        system.train = system.train.model_copy(update={"epochs": 1})
+        found.append(system.fit(rows).predict(rows)[:, 0] - offset)
+    np.testing.assert_allclose(found[0], found[1], atol=1e-3)
+
+
+def test_abstention_keeps_its_precision() -> None:
+    generator = np.random.default_rng(0)
+    confidence = generator.random(4000) * 3
+    right = generator.random(4000) < 1 / (1 + np.exp(-confidence))
+    outputs = np.stack([confidence, np.zeros(4000)], axis=1)
+    targets = np.where(right, 0, 1)
+    rows = Rows("class", targets, classes=("a", "b"))
+    scores = Scores(np.zeros((1, 4000)), np.zeros((0, 4000)), rows.units, 0.0, outputs[None])
+    for wanted, threshold, share in abstention(rows, scores):
+        taken = 1 / (1 + np.exp(-confidence)) >= threshold - 1e-12
+        assert right[taken].mean() >= wanted - 1e-9 and taken.mean() == pytest.approx(share)
