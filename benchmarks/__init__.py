@@ -1,1 +1,1 @@
-"""Measurements: one script for each thing measured, and the study."""
+"""Measurements: one script for each thing measured."""

@@ -26,8 +26,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, PositiveInt
 
-from benchmarks.harness import Report
-from benchmarks.study import run
+from benchmarks.harness import Report, run
 from multicls.corpus import MANIFEST
 from multicls.errors import UserError, run_command
 from multicls.files import read_json, sha256_of, write_json

@@ -1,107 +1,111 @@
-"""SetFit (arXiv:2209.11055) beside the probe: on the same rows, by the setfit library in an environment of its own.
+"""SetFit (arXiv:2209.11055) beside a linear model on the same embedding: on the same rows and folds.
 
-python benchmarks/setfit_peer.py RESULTS --python SETFIT/bin/python
+python benchmarks/setfit_peer.py --train_file tickets.csv --model sample --python SETFIT/bin/python
 
-Each model and its rows of a run of the head `probe` in RESULTS, made by finetune/grid.py on own rows, get a run of
-SetFit; finetune/report.py compares them. benchmarks/setfit_worker.py says how to make the environment.
+benchmarks/setfit_worker.py says how to make the environment of setfit. Both learn from the same rows; the interval is
+that of `multicls.evaluation.compare`.
 """
 
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
 
 from finetune.heads.build import find_checkpoint
-from finetune.results import SETTINGS, TrainedSystem, finished_record, load_results, write_run
-from finetune.run import identify, load_tasks
-from finetune.settings import RunSettings
-from finetune.subsets import select_rows
-from finetune.tasks import Array, TaskData
-from multicls.console import print_line, print_summary
+from finetune.own_data import labelled_rows, read_own
+from finetune.settings import RowSettings
+from multicls.console import print_line, progress_bar
+from multicls.embeddings import Embedder
 from multicls.errors import UserError, run_command
+from multicls.evaluation import Rows, System, compare, evaluate, fewer, folds
 from multicls.files import REPOSITORY
-from multicls.settings import Settings, load_settings, parse
+from multicls.measures import Array
+from multicls.settings import parse
+from multicls.systems import Linear
 
 LOWEST = 1e-6  # probability, so that its logarithm is a number
 
 
-class Options(Settings):
+class Options(RowSettings):
     """Options of the benchmark."""
 
-    results: CliPositionalArg[Path] = Field(description="results folder with runs of the probe")
+    model: str = Field("sample", description="a sentence-transformers model")
     python: str = Field(description="Python of the environment that has setfit")
     max_steps: int = Field(-1, description="steps on pairs; -1: as many as setfit takes")
 
 
+@dataclass
+class SetFit:
+    """The setfit library's classifier as a system; its process trains when it predicts."""
+
+    model: str
+    python: str
+    max_length: int
+    max_steps: int
+    rows: Rows | None = field(default=None, init=False, repr=False)
+
+    def fit(self, rows: Rows) -> Self:
+        """Keeps the training rows."""
+        self.rows = rows
+        return self
+
+    def predict(self, rows: Rows) -> Array:
+        """Returns the log-probabilities (N, C) by setfit's process."""
+        assert self.rows is not None, "fit it first"
+        labels = self.rows.targets.tolist()
+        texts = [text for (text,) in self.rows.texts]
+        job = {
+            "model": self.model,
+            "train": [{"text": t, "label": y} for t, y in zip(texts, labels, strict=True)],
+            "texts": [text for (text,) in rows.texts],
+            "classes": rows.num_classes,
+            "seed": 1,
+            "max_length": self.max_length,
+            "max_steps": self.max_steps,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "job.json")
+            file.write_text(json.dumps(job), encoding="utf-8")
+            worker = str(REPOSITORY / "benchmarks" / "setfit_worker.py")
+            done = subprocess.run([self.python, worker, str(file)], check=False)
+            if done.returncode:
+                raise UserError(f"--python {self.python}: setfit ended with {done.returncode}.")
+            probabilities = np.array(json.loads(Path(f"{file}.out").read_text(encoding="utf-8")))
+        return np.log(np.maximum(probabilities, LOWEST))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the runs that are not there; returns the exit code."""
+    """Evaluates both and prints their scores and difference."""
     options = parse(Options, argv, prog="benchmarks/setfit_peer.py", doc=__doc__)
-    runs = load_results(options.results)
-    alike = ["model", "task", "train_size", "subset"]  # but for the embedding
-    for folder in runs[runs["head"] == "probe"].drop_duplicates(alike)["path"]:
-        make_run(options, load_settings(RunSettings, [Path(folder) / SETTINGS]))
-    print_summary([("results", options.results)], f"python finetune/report.py {options.results}")
-    return 0
-
-
-def make_run(options: Options, probe: RunSettings) -> None:
-    """Makes the run beside one of the probe, unless it is finished.
-
-    Raises:
-        UserError: The rows are no single texts of one class, or setfit fails.
-    """
-    changes = {"name": f"{probe.system}-setfit", "output_dir": str(options.results)}
-    settings = probe.model_copy(update=changes | {"save_model": False})
-    (data,) = load_tasks(settings)
-    identity = identify(settings, [data])
-    identity["settings"] |= {"setfit.max_steps": options.max_steps}
-    if finished_record(settings, identity):
-        return
-    task = data.task
+    task, examples, notes = read_own(options, {"train": options.train_file})
+    for note in notes:
+        print_line(f"note: {note}")
     if task.is_regression or task.multi_label or len(task.fields) > 1:
         raise UserError(f"{task.name}: setfit takes one text and one class a row here.")
-    rows, began = select_rows(data, probe.train_size, probe.subset, False), time.perf_counter()
-    print_line(f"{settings.folder}: {rows.counts()}")
-    outputs = _train(options, settings, rows)
-    seconds = round(time.perf_counter() - began, 3)
-    fields = {"head": "setfit", "device": "cpu", "precision": "fp32", "seconds": seconds}
-    record = write_run(settings, [rows], TrainedSystem([outputs], fields), identity)
-    for split, found in record["tasks"][0]["splits"].items():
-        print_line(f"{settings.system} on {split}: {found['scores']}")
-
-
-def _train(options: Options, settings: RunSettings, rows: TaskData) -> dict[str, Array]:
-    """Returns the log-probabilities (N, C) of dev and test by setfit's process."""
-    splits = {name: part for name, part in rows.splits.items() if name != "train"}
-    job = {
-        "model": str(find_checkpoint(settings.model)),
-        "train": [{"text": row.texts[0], "label": int(row.label)} for row in rows.train],
-        "texts": [row.texts[0] for part in splits.values() for row in part],
-        "classes": len(rows.task.labels),
-        "seed": settings.subset,
-        "max_length": rows.task.max_length,
-        "max_steps": options.max_steps,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "job.json")
-        file.write_text(json.dumps(job), encoding="utf-8")
-        worker = str(REPOSITORY / "benchmarks" / "setfit_worker.py")
-        done = subprocess.run([options.python, worker, str(file)], check=False)
-        if done.returncode:
-            raise UserError(f"--python {options.python}: setfit ended with {done.returncode}.")
-        probabilities = np.array(json.loads(Path(f"{file}.out").read_text(encoding="utf-8")))
-    outputs = np.log(np.maximum(probabilities, LOWEST)).astype(np.float32)
-    ends = np.cumsum([len(part) for part in splits.values()])[:-1]
-    return dict(zip(splits, np.split(outputs, ends), strict=True))
+    folder = find_checkpoint(options.model)
+    model = Embedder(folder)
+    embeddings = model.embed([row.texts[0] for row in examples["train"]])
+    rows = labelled_rows(task, examples["train"], embeddings)
+    setfit = SetFit(str(folder), options.python, model.max_length, options.max_steps)
+    splits = fewer(folds(rows))
+    fits = 2 * (len(splits.folds) * 5 + len(splits.draws))
+    with progress_bar(fits, "fit", "setfit and linear") as bar:
+        linear = Linear.of(model.parts[0])
+        systems: dict[str, System] = {"setfit": setfit, "linear": linear}
+        scores = evaluate(systems, rows, splits, bar.update)
+    for name, found in scores.items():
+        print(f"{name}: {compare(found).score(rows.metric)}")
+    print(compare(scores["setfit"], scores["linear"]).verdict("setfit", "linear"))
+    return 0
 
 
 if __name__ == "__main__":

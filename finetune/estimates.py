@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, special, stats
 
-from finetune.heads import HEADS, WITHOUT_MODEL
 from finetune.metrics import row_values, score_predictions
 from finetune.tasks import Array, Task
 
@@ -232,16 +231,3 @@ def choose_candidates(runs: pd.DataFrame) -> pd.DataFrame:
     scores = runs.groupby([*KEYS, "candidate"])["selection_score"].agg(["count", "mean"])
     best = scores.sort_values(["count", "mean"]).groupby(level=KEYS).tail(1)
     return runs.merge(best.index.to_frame(index=False))
-
-
-def best_runs(runs: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns for each task the best run of the best system that leaves a model, by the rows that pick it.
-
-    Runs of the largest training subset alone are compared: the scores of others are by fewer rows.
-    """
-    runs = choose_candidates(runs[runs["head"].isin(HEADS.keys() - WITHOUT_MODEL)])
-    sizes = runs.groupby(["task", "train_size"])["train_rows"].transform("mean")
-    runs = runs[sizes == sizes.groupby(runs["task"]).transform("max")]
-    systems = runs.groupby(KEYS)["selection_score"]
-    ranked = runs.assign(mean=systems.transform("mean")).sort_values(["mean", "selection_score"])
-    return ranked.groupby("task").tail(1).sort_values("task").to_dict("records")

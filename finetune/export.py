@@ -1,8 +1,7 @@
-"""Exports a fine-tuned model for serving: as ONNX, or as transformers' own class, which needs no code of ours.
+"""Exports a fine-tuned model for serving as ONNX.
 
-python finetune/export.py results/k5-mean/tickets-full/p1-d1-s1/model --onnx
-python finetune/export.py MODEL --onnx --rows new.csv --output served
-python finetune/export.py MODEL --stock
+python finetune/export.py results/k5-mean/tickets-full/p1-d1-s1/model
+python finetune/export.py MODEL --rows new.csv --output served
 
 The folder holds the tokenizer, too. Before it is kept, its outputs for rows are compared with the model's.
 """
@@ -32,31 +31,20 @@ if TYPE_CHECKING:
 SENTENCES = ("Where is my parcel?", "It stopped working after a day. " * 4, "Thank you!", "Hello")
 TOLERANCE = 1e-4
 MOST_ROWS = 64
-# Encoder types whose published classifier the head `cls` is -> the names there of the head's layer and of the last one.
-STOCK = {
-    "bert": ("bert.pooler.dense", "classifier"),
-    "roberta": ("classifier.dense", "classifier.out_proj"),
-    "electra": ("classifier.dense", "classifier.out_proj"),
-    "distilbert": ("pre_classifier", "classifier"),
-}
 
 
 class ExportOptions(Settings):
     """Options of the command."""
 
     model: CliPositionalArg[str] = Field(description="a fine-tuned model, such as RUN/model")
-    onnx: bool = Field(False, description="write model.onnx, for any number of rows and tokens")
-    stock: bool = Field(False, description="write transformers' own class; only for the head cls")
     rows: str | None = Field(None, description="table of rows to compare on; default: sentences")
     text_column: str | None = Field(None, description="text or text1,text2; default: training's")
-    output: str | None = Field(None, description="folder; default: MODEL-onnx or MODEL-stock")
+    output: str | None = Field(None, description="folder; default: MODEL-onnx")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(ExportOptions, argv, prog="finetune/export.py", doc=__doc__)
-    if options.onnx == options.stock:
-        raise UserError("set either --onnx or --stock.")
     if options.text_column and not options.rows:
         raise UserError("--text_column: it names a column of --rows; set --rows.")
     _, task = find_task(options.model)
@@ -71,13 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model, tokenizer = load_fine_tuned(options.model)
     rows = Encoded(task, examples, tokenizer)
-    kind, write = ("onnx", write_onnx) if options.onnx else ("stock", write_stock)
-    output = Path(options.output or f"{Path(options.model)}-{kind}")
+    output = Path(options.output or f"{Path(options.model)}-onnx")
     check_output(output)
     if output.resolve() == Path(options.model).resolve():
         raise UserError(f"--output {output}: is the model itself; set another folder.")
     with atomic_folder(output) as folder, torch.no_grad():
-        difference = write(model.eval(), rows, folder)
+        difference = write_onnx(model.eval(), rows, folder)
         if not difference <= TOLERANCE:
             raise UserError(f"{output}: not kept: its outputs differ by {difference:.2g}.")
         tokenizer.save_pretrained(folder)
@@ -92,7 +79,7 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
         import onnxruntime
         import onnxscript  # noqa: F401 (torch's exporter needs it)
     except ImportError as error:
-        raise UserError(f"--onnx: {error}: pip install onnx onnxruntime onnxscript.") from None
+        raise UserError(f"{error}: pip install onnx onnxruntime onnxscript.") from None
     import torch
 
     inputs = _inputs(rows, 2)
@@ -122,35 +109,9 @@ def write_onnx(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
     except OSError:  # of the file
         raise
     except Exception as error:  # whatever an operator of torch or onnxruntime raises
-        what = f"--onnx: the head {model.config.head} cannot be exported"
+        what = f"the head {model.config.head} cannot be exported"
         raise UserError(f"{what}: {first_line(error)}") from error
     return float(max(differences))
-
-
-def write_stock(model: "TaskModel", rows: "Encoded", folder: Path) -> float:
-    """Writes transformers' own class, without `trust_remote_code`; returns the largest difference of the outputs."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    kind, ours = model.encoder.config.model_type, model.config
-    if ours.head != "cls" or len(ours.tasks) > 1 or kind not in STOCK:
-        raise UserError(
-            f"head {ours.head} on {kind}: --stock needs one task, the head cls and an encoder of {', '.join(STOCK)}. "
-            "Use --onnx."
-        )
-    config = AutoConfig.for_model(**ours.encoder)
-    config.update({name: getattr(ours, name) for name in ("id2label", "label2id", "problem_type")})
-    stock = AutoModelForSequenceClassification.from_config(config).eval()
-    prefix = stock.base_model_prefix
-    state = {f"{prefix}.{n}": weight for n, weight in model.encoder.state_dict().items()}
-    dense, last = STOCK[kind]
-    state |= model.get_submodule("head.dense").state_dict(prefix=f"{dense}.")
-    scale = rows.task.label_scale  # its scores are in the unit of the labels
-    classifier = model.classifiers[0].state_dict()
-    state |= {f"{last}.{n}": scale * weight for n, weight in classifier.items()}
-    stock.load_state_dict(state)
-    stock.save_pretrained(folder)
-    inputs = _inputs(rows, len(rows))
-    return float((stock(**inputs).logits / scale - model(**inputs).logits).abs().max())
 
 
 def _inputs(rows: "Encoded", number: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Runs a grid: systems x tasks x sizes x replicates x seeds, with the settings that each system chooses from.
 
 python finetune/grid.py --recipe quick --model k5=RUN/hf --model bert=bert-base-uncased --data_dir glue --jobs 2
-python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv --save_best
+python finetune/grid.py --recipe own --model k5=RUN/hf --train_file tickets.csv --test_file test.csv
 """
 
 import math
@@ -23,9 +23,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 
 from pydantic import Field, PositiveInt, field_validator
 
-from finetune.heads import FITTED, WITHOUT_MODEL
 from finetune.heads.build import Incompatible
-from finetune.results import ERROR, RECORD, finished_record, load_results, run_state, write_error
+from finetune.results import ERROR, RECORD, finished_record, run_state, write_error
 from finetune.run import identify, load_tasks, run_finetune
 from finetune.settings import (
     OwnDataSettings,
@@ -69,7 +68,6 @@ class GridSettings(RecipeOptions):
     data_dir: str | None = Field(None, exclude=True, description="folder of tasks; null: the Hub")
     output_dir: str = Field("results", exclude=True, description="results folder")
     jobs: PositiveInt = Field(1, exclude=True, description="processes side by side")
-    save_best: bool = Field(False, exclude=True, description="refit the best system on all labels")
 
     @field_validator("systems", mode="before")
     @classmethod
@@ -104,8 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads = max(1, len(os.sched_getaffinity(0)) // grid.jobs)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     runs = expand(grid)
-    if grid.save_best and any(run.selection == "dev" for run in runs):
-        raise UserError("--save_best picks by the validation split: set --selection holdout.")
     began = time.time()
     runs = without_repeats(runs)
     for run in runs:
@@ -117,13 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(runs, began, waits="SLURM_ARRAY_TASK_ID" not in os.environ)
         states = _print_states(runs)
         complete = not states["at work"]
-        models = _save_best(runs) if grid.save_best and complete and states["finished"] else []
     except KeyboardInterrupt:
         print_line("stopped by SIGINT; the same command resumes: finished runs stay finished")
         raise
     if states["finished"]:
         next_command = f"python finetune/report.py {shlex.quote(grid.output_dir)}"
-        print_summary([("results", grid.output_dir), *models], next_command)
+        print_summary([("results", grid.output_dir)], next_command)
     nothing = complete and not states["finished"]
     return int(bool(states["failed"] or states["missing"] or nothing))
 
@@ -183,12 +178,12 @@ def _runs_of_system(
     own_subsets = not (all_rows or grid.share_subsets)
     replicates = max(map(len, models.values()), default=1)
     subsets = 1 if all_rows else grid.subsets
-    if not models and "model" not in unread:
+    if not models:
         raise UserError(f"systems.{name}: it needs a model: set --model NAME=FOLDER.")
-    for model in [""] if "model" in unread else system.models or models:
-        if model and model not in models:
+    for model in system.models or models:
+        if model not in models:
             raise UserError(f"systems.{name}: no model {model}.{did_you_mean(model, models)}")
-        folders = models.get(model, [""])
+        folders = models[model]
         number = replicates if len(folders) > 1 or own_subsets else 1
         for r, d, *picked, seed in product(
             range(number), range(subsets), *search.values(), grid.seeds
@@ -196,7 +191,7 @@ def _runs_of_system(
             first = r * subsets if own_subsets else 0  # subsets of the replicates before
             candidate = dict(zip(search, picked, strict=True))
             run = {
-                "name": f"{model}-{name}".lstrip("-"),
+                "name": f"{model}-{name}",
                 "model": folders[r % len(folders)],
                 "pretraining": r + 1,
                 "subset": first + d + 1,
@@ -270,7 +265,7 @@ def _work_of(run: RunSettings) -> float:
     rows = sum(_rows_of(run))
     if isinstance(run.train_size, int):
         rows = min(rows, run.train_size)
-    return rows if run.head in FITTED else rows * run.train.epochs
+    return rows * run.train.epochs
 
 
 def attempt(run: RunSettings, began: float) -> bool:
@@ -311,21 +306,6 @@ def _print_states(runs: Sequence[RunSettings]) -> Counter[str]:
     lines = [f"{state}: {path}: {why}\n" for state, why, path in states if state != "finished"]
     print("".join(sorted(lines)[:SHOWN]), end="")
     return counts
-
-
-def _save_best(runs: Sequence[RunSettings]) -> list[tuple[str, Path]]:
-    """Refits the best system on each task, by the validation split, on all labels; returns where the models are."""
-    from finetune.estimates import best_runs
-    from finetune.refit import refit
-
-    folders = {str(run.folder) for run in runs}
-    if any(run.head in WITHOUT_MODEL for run in runs):
-        print_line(f"--save_best: {', '.join(WITHOUT_MODEL)} leaves no model, so it takes no part")
-    records = load_results(Path(runs[0].output_dir))
-    return [
-        (f"model of {best['task']}, from all labels", refit(Path(best["path"])))
-        for best in best_runs(records[records["path"].isin(folders)])
-    ]
 
 
 if __name__ == "__main__":

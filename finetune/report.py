@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(templates.get_template(f"{name}.jinja").render(report=report, cell=cell))
     made = [("tables", output / "report.md"), ("page", output / "report.html")]
     made += [("errors", output / "errors.csv")] if errors else []
-    print_summary(made, next(iter(report.commands.values()), ""))
+    print_summary(made)
     return 0
 
 

@@ -4,7 +4,6 @@ import base64
 import io
 import itertools
 import math
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from sklearn.metrics import confusion_matrix
 from finetune import estimates
 from finetune.calibration import calibration_error
 from finetune.estimates import KEYS, UNITS
-from finetune.heads import FITTED, HEADS
+from finetune.heads import HEADS
 from finetune.metrics import names_of, predictions_of
 from finetune.results import load_predictions, load_results, unfinished_runs
 from finetune.tasks import Array, Task, task_of
@@ -43,7 +42,6 @@ class Report:
     figure: str  # all runs, SVG in base64
     warnings: list[str]
     notes: list[str]  # on the rows
-    commands: dict[str, str]  # by what each is for
 
 
 def build_report(
@@ -65,10 +63,6 @@ def build_report(
     averages, among = average_groups(groups), systems or list(groups["system"])
     families = [table[table["system"].isin(among)] for table in (averages, groups)]
     comparisons = pd.concat(map(compare_systems, families))
-    commands = {
-        f"{run['task']}, the best model ({run['system']})": f"python finetune/refit.py {shlex.quote(run['path'])}"
-        for run in estimates.best_runs(runs)
-    }
     notes = runs[["task", "notes"]].explode("notes").dropna().drop_duplicates()
     tables = {
         "Scores": scores_table(groups, averages),
@@ -83,7 +77,6 @@ def build_report(
         draw_runs(groups),
         find_warnings(runs, groups) + unfinished_runs(folder),
         [f"{task}: {note}" for task, note in notes.itertuples(index=False)][:NOTES],
-        commands,
     )
 
 
@@ -337,7 +330,7 @@ def find_warnings(runs: pd.DataFrame, groups: pd.DataFrame) -> list[str]:
         if of_task["data_sha256"].nunique() > 1:
             warnings.append(f"{task}: the runs read different data; their scores do not compare.")
         on_dev = (groups.loc[groups["task"] == task, "split"] == "dev").all()
-        trained = of_task["head"].isin(HEADS.keys() - FITTED)  # a peer has no checkpoints
+        trained = of_task["head"].isin(HEADS)  # a peer has no checkpoints
         if on_dev and ((of_task["selection"] == "dev") & trained).any():
             warnings.append(f"{task}: dev picked the checkpoint and gave the score: optimistic.")
         if names := ", ".join(_mixed(of_task)):

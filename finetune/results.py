@@ -46,7 +46,7 @@ class TrainedSystem(NamedTuple):
 
     outputs: list[dict[str, Array]]  # of each task (N, C) by split, without "train"
     fields: dict[str, Any]  # of the record, on training
-    model: "TaskModel | None" = None  # of all heads but `tfidf`
+    model: "TaskModel | None" = None  # invented runs have none
     tokenizer: "PreTrainedTokenizerBase | None" = None
 
 
@@ -91,17 +91,15 @@ def remove_checkpoints(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save_calibrated(
-    system: TrainedSystem, folder: Path, record: Record, tasks: Scored, refit: Record | None = None
-) -> None:
+def save_calibrated(system: TrainedSystem, folder: Path, record: Record, tasks: Scored) -> None:
     """Saves the model with the temperature and thresholds of a run, and its card; see `model_card`."""
     model = system.model
-    assert model and system.tokenizer, "tfidf is refused where a model is to be saved"
+    assert model and system.tokenizer
     for number, entry in enumerate(record["tasks"]):
         for parameter in model.classifiers[number].parameters():
             parameter.data /= entry["temperature"] or 1.0
     model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
-    save_fine_tuned(model, system.tokenizer, folder, model_card(record, tasks, refit))
+    save_fine_tuned(model, system.tokenizer, folder, model_card(record, tasks))
 
 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
@@ -138,8 +136,8 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def model_card(record: Record, tasks: Scored, refit: Record | None = None) -> str:
-    """Returns the card of a saved model as Markdown with the Hub's metadata; `refit` is of `finetune.refit`."""
+def model_card(record: Record, tasks: Scored) -> str:
+    """Returns the card of a saved model as Markdown with the Hub's metadata."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from finetune.estimates import example_interval
@@ -160,7 +158,6 @@ def model_card(record: Record, tasks: Scored, refit: Record | None = None) -> st
         cell=cell,
         start=model_link(inherited),
         record=record,
-        refit=refit,
         task=task,
         intervals=[example_interval(part, splits["dev"]) for part, splits in tasks],
         license=inherited.get("license_name") or inherited.get("license"),

@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 from finetune.benchmark_tasks import read_task
-from finetune.heads import FITTED
 from finetune.heads.build import build_model, checkpoint_sha256
 from finetune.own_data import load_own
 from finetune.predict import predict_command
@@ -89,7 +88,7 @@ def _print_notes(notes: Sequence[str], what: str = "") -> None:
 
 def _print_scores(record: Record) -> None:
     """Prints the scores on dev and test, with the number of their rows, and those of the majority class."""
-    picked = record["selection"] == "dev" and record["head"] not in FITTED
+    picked = record["selection"] == "dev"
     for entry in record["tasks"]:
         for split, found in entry["splits"].items():
             if split == "validation":
@@ -119,7 +118,7 @@ def identify(settings: RunSettings, data: Sequence[TaskData]) -> Record:
     """Returns all that decides a run's numbers, for its record and its checkpoints."""
     return {
         "settings": settings.compared(),
-        "weights_sha256": checkpoint_sha256(settings.model) if settings.model else "",
+        "weights_sha256": checkpoint_sha256(settings.model),
         "data_sha256": "+".join(part.sha256 for part in data),
     }
 
@@ -140,16 +139,13 @@ def _train(settings: RunSettings, rows: Sequence[TaskData], identity: Record) ->
 def train_system(
     settings: RunSettings, rows: Sequence[TaskData], identity: Record, folder: Path
 ) -> TrainedSystem:
-    """Trains or fits the system of the settings on the training rows of its tasks.
+    """Trains the system of the settings on the training rows of its tasks.
 
     The identity, all that decides the numbers, marks checkpoints in `folder`. Without dev rows the last weights count.
     """
     from finetune.encoding import Encoded, notes_on_cuts
-    from finetune.fitted import fit_probe, fit_words, start_from_probe
     from finetune.training import TaskTrainer
 
-    if not settings.model:
-        return TrainedSystem(fit_words(rows[0], settings.seed), {})
     model, tokenizer = build_model(settings, [part.task for part in rows])
     encoded = [
         {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
@@ -159,11 +155,6 @@ def train_system(
         cuts = notes_on_cuts(splits)
         part.notes.extend(cuts)
         _print_notes(cuts, what=f"rows of {part.task.name} that are cut")
-    if settings.head in FITTED:
-        outputs = fit_probe(rows[0], model, encoded[0], settings.seed)
-        return TrainedSystem(outputs, {}, model, tokenizer)
-    if settings.train.init == "probe":
-        start_from_probe(model, encoded, settings.seed)
     try:
         trained = TaskTrainer(model, encoded, settings, identity, folder).run()
     except (ImportError, TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from finetune.heads import FITTED, HEADS, WITHOUT_MODEL
+from finetune.heads import HEADS
 from finetune.tasks import TASKS
 from multicls.errors import did_you_mean
 from multicls.labels import LabelledSettings
@@ -23,9 +23,7 @@ TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode
 # Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
 READ_BY = {  # others are read by all heads
     **{name: {name} for name in ("isobn", "hire", "cln")},
-    "pooling": {"isobn", "cln", "probe"},
-    **dict.fromkeys(("train", "trainer", "config"), HEADS.keys() - FITTED),
-    **dict.fromkeys(("model", "max_length", "save_model"), HEADS.keys() - WITHOUT_MODEL),
+    "pooling": {"isobn", "cln"},
 }
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file"},
@@ -53,7 +51,6 @@ class TrainSettings(Settings):
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
     batch_size: PositiveInt | None = Field(None, description="rows a step; null: 4, 8 or 16")
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
-    init: Literal["random", "probe"] = Field("random", description="start of the classifier")
     class_weights: Literal["none", "balanced"] = Field("none", description="weight of rare classes")
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
@@ -119,7 +116,7 @@ class SystemSettings(Settings):
     """The settings that make a system: what is trained and how. A grid shares them among its runs."""
 
     head: str = Field("", description="; ".join(f"{name}: {text}" for name, text in HEADS.items()))
-    pooling: Literal["cls", "multicls", "mean", "facets", "mean_topics", "facets_topics"] = Field(
+    pooling: Literal["cls", "multicls", "mean", "facets"] = Field(
         "cls", description=f"the embedding that {', '.join(sorted(READ_BY['pooling']))} read"
     )
     isobn: IsoBnSettings = IsoBnSettings()
@@ -136,6 +133,9 @@ class SystemSettings(Settings):
 class RunSettings(SystemSettings, RecipeOptions):
     """One run: a model, a task, a number of training rows, a head and a seed."""
 
+    head: str = Field(
+        "mean", description="; ".join(f"{name}: {text}" for name, text in HEADS.items())
+    )
     model: str = Field("", description="a RUN/hf folder, a model folder, a Hub id, or 'sample'")
     name: str | None = Field(None, description="name of the system; default: model and head")
     pretraining: PositiveInt = Field(1, description="number of the system's pretrained checkpoint")
@@ -176,7 +176,7 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
         if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
             yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
-        if not self.model and head != "tfidf":
+        if not self.model:
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
             yield f"--head {head!r}: no such head.{did_you_mean(head, HEADS)}"

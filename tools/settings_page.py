@@ -21,7 +21,7 @@ COMMANDS = (
     *(f"pretrain/{name}.py" for name in ("run", "export")),
     *(
         f"finetune/{name}.py"
-        for name in ("run", "grid", "report", "refit", "predict", "export", "analyze")
+        for name in ("compare", "predict", "export", "run", "grid", "report")
     ),
     "multicls/convert.py",
 )

@@ -6,13 +6,7 @@ HEADS = {
     "multicls": "linear layer on the re-parameterised sum of the facets, on Multi-CLS checkpoints",
     "multicls_sum": "linear layer on the plain sum of the facets (ablation of multicls)",
     "facets": "linear layer on the facet embeddings side by side, on Multi-CLS checkpoints",
-    "mean_topics": "linear layer on the mean and the topics side by side, on models with topics",
-    "facets_topics": "linear layer on the facets and the topics side by side, on models with both",
     "isobn": "isotropic batch normalisation of the pooled embedding",
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
-    "probe": "linear layer on the frozen embedding, by logistic or ridge regression",
-    "tfidf": "bag of words: TF-IDF and logistic or ridge regression, without a model",
 }
-FITTED = ("probe", "tfidf")  # by scikit-learn, without training
-WITHOUT_MODEL = ("tfidf",)  # nothing to save

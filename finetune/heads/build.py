@@ -25,7 +25,8 @@ OTHERS = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 ENTRY = "task_model"  # a saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
-PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack
+PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack, and a tenth of it
+PAD_TO = 64  # but always as many as an export may add: any vocabulary is a multiple of it
 
 
 class Incompatible(UserError):
@@ -68,8 +69,8 @@ def checkpoint_sha256(name: str) -> str:
 def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel, Tokenizer]:
     """Returns the encoder of `settings.model` with a head and a classifier for each task, in float32; its tokenizer.
 
-    New weights are drawn from torch's generator, seeded by `settings.seed`. The head `probe` gets the plain embedding
-    of its pooling. No code in the model's folder runs. A wrong head is `Incompatible`, all else a `UserError`.
+    New weights are drawn from torch's generator, seeded by `settings.seed`. No code in the model's folder runs. A wrong
+    head is `Incompatible`, all else a `UserError`.
     """
     import torch
     from transformers import AutoModel
@@ -91,13 +92,10 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
     longest = max(task.max_length for task in tasks)
     if not least <= longest <= most:
         raise UserError(f"--max_length {longest}: {name} reads {least} to {most} tokens.")
-    head = settings.head
-    if head == "probe":
-        head = "first" if settings.pooling == "cls" else settings.pooling
     config = TaskModelConfig(
         encoder=encoder.config,
-        head=head,
-        head_options=settings.model_dump().get(head, {}),
+        head=settings.head,
+        head_options=settings.model_dump().get(settings.head, {}),
         pooling=settings.pooling,
         tasks=[task.describe() for task in tasks],
         dropout=settings.train.dropout,
@@ -153,7 +151,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
     options = {"split_special_tokens": True, "trust_remote_code": False}
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if not max(0.9 * vocab_size, vocab_size - PADDING) <= len(tokenizer) <= vocab_size:
+    lacks = vocab_size - len(tokenizer)
+    if not 0 <= lacks <= max(PAD_TO, min(0.1 * vocab_size, PADDING)):
         raise ValueError(
             f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
             f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"

@@ -86,8 +86,6 @@ class Head(nn.Module):
     width: int  # E, the size of the embedding
     reads_layers = False  # it needs the `layers` of `forward`
     dropout_before_classifier = True  # the paper of the head has dropout there
-    topics: Tensor | None = None  # of the batch, (B, T), on a model that has them
-    topic_columns = slice(0, 0)  # of the embedding
     layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
     counted = True  # False for a batch that only keeps a rank busy
 
@@ -144,27 +142,6 @@ class MeanHead(Head):
         return span_means(hidden, mask[:, None]).squeeze(1)
 
 
-class TopicsHead(Head):
-    """The embedding of another head, its second base class, and the topics of the text, each of length 1."""
-
-    def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
-        super().__init__(config, encoder)
-        if not (count := getattr(encoder.config, "num_topics", 0)):
-            raise IncompatibleHead("it has no topics. Pretrain it with --model.num_topics.")
-        self.topic_columns = slice(self.width, self.width + count)
-        self.width += count
-
-    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
-        """Returns the embedding, (B, E + T)."""
-        assert self.topics is not None
-        embedding = F.normalize(super().forward(hidden, mask, layers), dim=-1)
-        return torch.cat([embedding, self.topics.to(embedding.dtype)], dim=1)
-
-
-class MeanTopicsHead(TopicsHead, MeanHead):
-    """The mean over all unpadded positions and the topics."""
-
-
 class MulticlsHead(Head):
     """The re-parameterised sum of the facets (Multi-CLS BERT, section 2.6).
 
@@ -189,17 +166,6 @@ class MulticlsHead(Head):
         return (self.dense(facets_BKD, centred=self.centred) + self.bias).sum(dim=1)
 
 
-class FirstHead(Head):
-    """The last hidden state of [CLS] without pooler, for probes.
-
-    Few encoders were pretrained with a pooler that a probe could use: BERT's learned next sentences only.
-    """
-
-    def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
-        """Returns the embedding, (B, D)."""
-        return hidden[:, 0]
-
-
 class FacetsHead(Head):
     """The facet embeddings of pretraining, c_k = LayerNorm(GELU(W_O,k h_k)), side by side."""
 
@@ -212,10 +178,6 @@ class FacetsHead(Head):
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding, (B, K * D)."""
         return self.facet_head(hidden[:, self.facet_slice]).flatten(1)
-
-
-class FacetsTopicsHead(TopicsHead, FacetsHead):
-    """The facet embeddings of pretraining and the topics."""
 
 
 def number_of_facets(encoder: PreTrainedModel) -> int:
@@ -234,17 +196,14 @@ class PooledHead(Head):
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
         super().__init__(config, encoder)
         self.pooling = find_head(config.pooling)(config, encoder)
-        self.width, self.topic_columns = self.pooling.width, self.pooling.topic_columns
+        self.width = self.pooling.width
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
         """Returns the embedding of the other head, (B, E)."""
-        self.pooling.topics = self.topics
         return self.pooling(hidden, mask, layers)
 
 
-HEADS: dict[str, type[Head]] = {"cls": ClsHead, "first": FirstHead}
-HEADS |= {"mean": MeanHead, "mean_topics": MeanTopicsHead}
-HEADS |= {"facets": FacetsHead, "facets_topics": FacetsTopicsHead}
+HEADS: dict[str, type[Head]] = {"cls": ClsHead, "mean": MeanHead, "facets": FacetsHead}
 HEADS |= {"multicls": MulticlsHead, "multicls_sum": MulticlsHead}
 
 
@@ -325,7 +284,6 @@ class TaskModel(PreTrainedModel):
         hidden_BLD = states.last_hidden_state
         if attention_mask is None:
             attention_mask = torch.ones_like(hidden_BLD[..., 0], dtype=torch.long)
-        self.head.topics = getattr(states, "topics", None)
         features = self.head(hidden_BLD, attention_mask, states.hidden_states or ())
         if spans is not None:
             features = torch.cat([features, span_means(hidden_BLD, spans).flatten(1)], dim=-1)

@@ -127,3 +127,7 @@ def test_a_vocabulary_is_at_most_padded(tiny_bert: Path) -> None:
         assert load_tokenizer(tiny_bert, 29_000) is tokenizer
         with pytest.raises(ValueError, match="28,996 entries, its vocabulary 30,522"):
             load_tokenizer(tiny_bert, 30_522)
+        tokenizer.__len__.return_value = 72  # as of DNA; an export pads it to a multiple of 64
+        assert load_tokenizer(tiny_bert, 128) is tokenizer
+        with pytest.raises(ValueError, match="72 entries, its vocabulary 192"):
+            load_tokenizer(tiny_bert, 192)

@@ -17,7 +17,6 @@ from scipy import stats
 from finetune.estimates import (
     Estimate,
     averages,
-    best_runs,
     choose_candidates,
     compare,
     example_interval,
@@ -262,8 +261,7 @@ def test_other_scores_have_a_jackknife_and_passages_stay_together() -> None:
     assert all(map(math.isnan, interval_of("qnli", right, ["one"] * 200)))
 
 
-def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
-    """The best system has the best mean; its best run is taken, by the rows that pick and not by the score."""
+def test_the_candidate_is_the_best_on_the_rows_that_pick() -> None:
     common = {"task": "rte", "train_size": "100", "head": "mean", "train_rows": 80}
     scores = {("a", 1e-5): (0.5, 0.6), ("a", 2e-5): (0.6, 0.7), ("a", 3e-5): (0.99,)}  # unfinished
     scores |= {("b", 2e-5): (0.8, 0.1)}
@@ -273,9 +271,3 @@ def test_candidate_and_run_are_the_best_on_the_rows_that_pick() -> None:
         rows += [run | {"selection_score": score, "score": 1 - score} for score in of_runs]
     runs = pd.DataFrame(rows)
     assert set(choose_candidates(runs)["candidate"]) == {"train.learning_rate 2e-05"}
-    (best,) = best_runs(runs)
-    assert (best["system"], best["selection_score"]) == ("a", 0.7)
-    fitted = pd.concat([runs, runs.assign(system="c", head="tfidf", selection_score=1.0)])
-    assert best_runs(fitted) == [best], "a head that leaves no model"
-    smaller = runs.assign(train_size="20", train_rows=16, selection_score=1.0)
-    assert best_runs(pd.concat([runs, smaller])) == [best], "one of fewer rows, also to pick by"

@@ -1,13 +1,10 @@
-"""Exports: ONNX and transformers' own classes give the model's outputs, and what does not is not kept."""
+"""Exports: ONNX gives the model's outputs, and what does not is not kept."""
 
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finetune.export import main
 from multicls.errors import UserError
@@ -25,7 +22,7 @@ def test_onnx(
 ) -> None:
     model = saved(tiny_multicls, glue, tmp_path / "r", "isobn", pooling="multicls")
     rows = [{"body": "len bal los nar " * (n % 5 + 1)} for n in range(9)]
-    words = [model, "--onnx", "--rows", write_rows(tmp_path / "new.csv", rows)]
+    words = [model, "--rows", write_rows(tmp_path / "new.csv", rows)]
     words += ["--text_column", "body"]
     assert main([*words, "--output", str(tmp_path / "served")]) == 0
     assert "at most, on 9 rows" in capsys.readouterr().out
@@ -39,39 +36,15 @@ def test_onnx(
     assert not (tmp_path / "wrong").exists()
 
 
-def test_stock_classes(tiny_bert: Path, tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     model = saved(tiny_bert, glue, tmp_path / "r", "cls")
-    assert main([model, "--stock", "--output", str(tmp_path / "stock")]) == 0
-    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "stock")
-    ours = AutoModelForSequenceClassification.from_pretrained(model, trust_remote_code=True)
-    batch = AutoTokenizer.from_pretrained(tmp_path / "stock")(["len bal los"], return_tensors="pt")
-    with torch.no_grad():
-        found, expected = (each.eval()(**batch).logits.numpy() for each in (stock, ours))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert type(stock).__name__ == "BertForSequenceClassification"
-    scores = [{"text": f"len bal {n}", "label": n} for n in range(1, 13)]
-    own = {"train_file": write_rows(tmp_path / "s.csv", scores), "label_type": "score"}
-    model = saved(tiny_bert, glue, tmp_path / "s", "cls", task="", own=own, data_dir="")
-    assert main([model, "--stock", "--output", str(tmp_path / "stock")]) == 0, "a model is replaced"
-    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "stock")
-    ours = AutoModelForSequenceClassification.from_pretrained(model, trust_remote_code=True)
-    with torch.no_grad():
-        found, expected = (each.eval()(**batch).logits.numpy() for each in (stock, ours))
-    np.testing.assert_allclose(found, 12 * expected, atol=1e-4)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="thesis: holds something else"):
-        main([model, "--stock", "--output", str(tmp_path / "thesis")])
+        main([model, "--output", str(tmp_path / "thesis")])
     assert (tmp_path / "thesis" / "thesis.txt").exists()
     with (
         mock.patch("torch.onnx.export", side_effect=TypeError("no such operator")),
         pytest.raises(UserError, match="head cls cannot be exported: no such operator"),
     ):
-        main([model, "--onnx", "--output", str(tmp_path / "onnx")])
-    mistakes = {
-        (model,): "set either --onnx or --stock",
-        (saved(tiny_bert, glue, tmp_path / "m", "mean"), "--stock"): "head mean on bert",
-    }
-    for words, message in mistakes.items():
-        with pytest.raises(UserError, match=message):
-            main([*words])
+        main([model, "--output", str(tmp_path / "onnx")])

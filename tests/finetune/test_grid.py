@@ -19,13 +19,12 @@ import yaml
 
 from finetune import grid
 from finetune.grid import GridSettings, expand, main
-from finetune.refit import main as refit_main
 from finetune.report_tables import build_report
 from finetune.results import load_predictions, load_results, run_state
 from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
 from multicls.errors import UserError
-from multicls.files import REPOSITORY, lock_holder, locked, read_json, write_json
+from multicls.files import REPOSITORY, lock_holder, locked, write_json
 from multicls.settings import load_settings, parse
 from tests.finetune.conftest import NOUNS
 from tests.finetune.runs import write_rows
@@ -82,16 +81,15 @@ def test_replicates_have_their_own_subsets(
 
 
 def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
-    """The probe takes no part in a search of learning rates, the bag of words no model, joint tasks only cln."""
+    """IsoBN alone takes part in a search of its beta, and cln alone in joint tasks."""
     search = {"train.learning_rate": [1e-5, 1e-3], "isobn.beta": [0.25, 0.5]}
     axes = {"tasks": ["sst5", "sst5,sts"], "seeds": [1], "model": ["a=A", "b=B"]}
-    systems = ["cls", "cln", "probe", "tfidf", "isobn"]
+    systems = ["cls", "cln", "isobn"]
     runs = runs_of(tmp_path, systems=systems, search=search, **axes)
     counts = Counter((run.task, run.head) for run in runs)
     joint = counts.pop(("sst5,sts", "cln"))
-    expected = {"cls": 4, "cln": 4, "probe": 2, "tfidf": 1, "isobn": 8}
+    expected = {"cls": 4, "cln": 4, "isobn": 8}
     assert joint == 4 and counts == {("sst5", head): n for head, n in expected.items()}
-    assert next(run for run in runs if run.head == "tfidf").system == "tfidf"
     folders = {run.folder.name for run in runs if run.head == "isobn"}
     assert "p1-d1-s1-beta=0.25-learning_rate=1e-05" in folders
 
@@ -250,8 +248,11 @@ def test_elements_of_an_array_leave_when_nothing_is_left_to_start(
     assert main(flags) == 0 and [run.train_size for run in order] == [40, 40, 16]
 
 
-def test_mistakes_in_own_rows_are_refused_also_over_a_finished_folder(tmp_path: Path) -> None:
-    flags = ["--systems", "tfidf", "--output_dir", str(tmp_path / "results"), *write_own(tmp_path)]
+def test_mistakes_in_own_rows_are_refused_also_over_a_finished_folder(
+    tiny_bert: Path, tmp_path: Path
+) -> None:
+    flags = ["--systems", "mean", "--model", f"m={tiny_bert}", "--max_steps", "1"]
+    flags += ["--max_length", "24", "--output_dir", str(tmp_path / "results"), *write_own(tmp_path)]
     assert main(flags) == 0
     load_tasks_cache.cache_clear()  # as in a new process
     (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
@@ -264,31 +265,31 @@ def test_mistakes_in_own_rows_are_refused_also_over_a_finished_folder(tmp_path: 
 
 @pytest.mark.parametrize(
     "words",
-    [["probe", "tfidf"], ["probe,tfidf"], ['["probe", "tfidf"]'], ['{"probe": {"head": "probe"}}']],
+    [["isobn", "cln"], ["isobn,cln"], ['["isobn", "cln"]'], ['{"isobn": {"head": "isobn"}}']],
 )
 def test_systems_as_the_help_says(words: list[str]) -> None:
     flags = ["--tasks", "rte", "--model", "m=M", "--pooling", "mean", "--systems", *words]
     settings = parse(GridSettings, flags, prog="grid.py", shortcuts=grid.SHORTCUTS)
     runs = expand(settings)
-    assert [run.head for run in runs] == ["probe", "tfidf"][: len(runs)]
-    assert (runs[0].pooling, runs[0].system) == ("mean", "m-probe")
+    assert [run.head for run in runs] == ["isobn", "cln"][: len(runs)]
+    assert (runs[0].pooling, runs[0].system) == ("mean", "m-isobn")
 
 
-@pytest.mark.parametrize("words", [["probe_topics", "cls"], ["probe_topics,cls"]])
+@pytest.mark.parametrize("words", [["facets", "cls"], ["facets,cls"]])
 def test_names_choose_among_the_systems_of_a_recipe(words: list[str]) -> None:
     flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", *words]
     options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
     settings = parse(GridSettings, [*flags, "--subsets", "1"], **options)
     runs = [(run.system, run.head, run.pooling) for run in expand(settings)]
-    assert runs == [("m-probe_topics", "probe", "mean_topics"), ("m-cls", "cls", "cls")]
+    assert runs == [("m-facets", "facets", "cls"), ("m-cls", "cls", "cls")]
 
 
 def test_a_wrong_system_is_one_mistake() -> None:
-    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", "mean_probe"]
+    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", "mean_"]
     options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
     with pytest.raises(UserError) as error:
         expand(parse(GridSettings, flags, **options))
-    assert str(error.value) == "--head 'mean_probe': no such head. Did you mean 'probe'?"
+    assert str(error.value) == "--head 'mean_': no such head. Did you mean 'mean'?"
 
 
 def test_ctrl_c_has_a_line(
@@ -302,14 +303,11 @@ def test_ctrl_c_has_a_line(
     assert "stopped by SIGINT; the same command resumes" in capsys.readouterr().out
 
 
-def test_own_rows_with_a_test_file_and_the_best_model(
+def test_own_rows_with_a_test_file(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command and an element of an array refit the best system at the same time."""
     own = write_own(tmp_path)
-    systems = {"mean": {"head": "mean"}, "tfidf": {"head": "tfidf"}}
-    systems |= {"probe": {"head": "probe", "pooling": "mean"}}
-    changes = {"systems": systems, "tasks": [], "train_sizes": [20], "subsets": 2}
+    changes = {"systems": ["mean", "cls"], "tasks": [], "train_sizes": [20], "subsets": 2}
     settings = GRID["settings"] | {"selection": "holdout", "max_length": 5}
     flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
     with mock.patch("finetune.run._printed", set()):
@@ -317,33 +315,8 @@ def test_own_rows_with_a_test_file_and_the_best_model(
     out = capsys.readouterr().out
     assert out.count("lose their end") == out.count("2 classes: ") == 1, "said once a grid"
     runs = load_results(tmp_path / "results")
-    assert set(runs["system"].value_counts().items()) == {
-        ("bert-mean", 2),
-        ("bert-probe", 2),
-        ("tfidf", 2),
-    }
+    assert runs["system"].value_counts().to_dict() == {"bert-mean": 2, "bert-cls": 2}
     assert all("test" in splits for splits in runs["splits"])
-    before = records(tmp_path)
-    capsys.readouterr()
-    element = begin([*flags, *own, "--save_best"], SLURM_ARRAY_TASK_ID="1")
-    until(lambda: lock_holder(tmp_path / "results/best/train") or element.poll() is not None)
-    assert main([*flags, *own, "--save_best"]) == element.wait() == 0, "they wait for each other"
-    assert records(tmp_path) == before, "scored runs stay as they were"
-    folder = tmp_path / "results" / "best" / "train"
-    seen = read_json(folder / "refit.json")
-    assert seen["training_rows"] == {"train": 40} and seen["tests"]["train"]["acc"] >= 0
-    assert [path.parents[1] for path in tmp_path.rglob("model.safetensors")] == [folder]
-    assert "learned from all labels: train 40 rows" in (folder / "model" / "README.md").read_text()
-    probe = runs[runs["system"] == "bert-probe"].iloc[0]["path"]
-    mean = runs[runs["system"] == "bert-mean"].iloc[0]["path"]
-    for path in (probe, mean):
-        assert refit_main([path]) == 0
-        assert read_json(folder / "refit.json")["run"] == Path(path).name
-    scale = 40 / read_json(Path(mean) / "record.json")["tasks"][0]["train_rows"]
-    best_step = read_json(Path(mean) / "record.json")["best_step"]
-    assert read_json(folder / "refit.json")["steps"] == round(scale * best_step)
-    with pytest.raises(UserError, match="set --selection holdout"):
-        main([*start(tmp_path, tiny_bert, None, **changes), *own, "--save_best"])
 
 
 KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, TextClassificationPipeline
 
-from finetune.heads import FITTED, HEADS
+from finetune.heads import HEADS
 from finetune.heads.build import Incompatible, load_fine_tuned, save_fine_tuned
 from finetune.settings import RunSettings
 from finetune.tasks import Task, task_of
@@ -19,12 +19,11 @@ from multicls.build import build
 from multicls.configuration_multicls import MultiClsConfig
 from multicls.errors import UserError
 from multicls.modeling_multicls import MultiClsForSequenceClassification, MultiClsModel
-from multicls.probe import views_of
 from multicls.settings import load_settings
 from tests.finetune.models import ENCODERS, SIZES, about, batch, load, make, parameters
 from tests.processes import completed
 
-TRAINED = [head for head in HEADS if head not in FITTED]
+TRAINED = list(HEADS)
 
 
 DENSE = {"classifier.dense": "head.dense", "classifier.out_proj": "classifiers.0"}
@@ -73,28 +72,12 @@ def test_multicls_is_the_pretraining_packages_classifier(head: str) -> None:
     assert torch.allclose(ours(**batch()).logits, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("head", ["mean_topics", "facets_topics"])
-def test_topics_beside_an_embedding_are_what_the_probe_reads(head: str) -> None:
-    model, inputs = make("multicls", head), batch()
-    for values in model.encoder.topics.state_dict().values():
-        values.uniform_()
-    whole = MultiClsModel(model.encoder.config).eval()
-    whole.load_state_dict(model.encoder.state_dict(), strict=False)
-    if head == "facets_topics":
-        whole.facet_head.load_state_dict(model.head.facet_head.state_dict())
-    with torch.no_grad():
-        views = views_of(whole(**inputs), inputs["attention_mask"], 3)
-        assert torch.allclose(model(**inputs).features, views[head], atol=1e-6)
-
-
 POOLED = [("isobn", "multicls"), ("isobn", "mean"), ("cln", "multicls")]
 CASES = [
     (name, head, pooling)
     for name in ENCODERS
     for head, pooling in [*((head, "cls") for head in TRAINED), *POOLED]
-    if name == "multicls"
-    or not {"multicls", "facets", "mean_topics", "facets_topics"}
-    & {head.removesuffix("_sum"), pooling}
+    if name == "multicls" or not {"multicls", "facets"} & {head.removesuffix("_sum"), pooling}
 ]
 
 
@@ -158,7 +141,6 @@ def test_heads_keep_the_checkpoints_weights(
     head: str, ours: str, from_checkpoint: str, tiny_multicls: Path
 ) -> None:
     """Building draws new weights for what is new only, from torch's generator."""
-    from multicls.modeling_multicls import MultiClsModel
 
     trained = MultiClsModel.from_pretrained(tiny_multicls).state_dict()
     models = [load(tiny_multicls, head, seed=seed)[0].state_dict() for seed in (1, 1, 2)]

@@ -1,40 +1,24 @@
 """One run, from rows to its folder: records, refusals, messages, locks, saved models and cards."""
 
 import shutil
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.special import softmax
-from sklearn.preprocessing import StandardScaler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune import grid
-from finetune.benchmark_tasks import read_task
-from finetune.fitted import (
-    REGRESSION,
-    STRENGTHS,
-    apply_layer,
-    fit_classifier,
-    fit_layer,
-    fit_words,
-)
-from finetune.heads.build import Incompatible
 from finetune.metrics import score_predictions
-from finetune.predict import predict
 from finetune.results import load_predictions, load_results
 from finetune.run import main
 from finetune.settings import OwnDataSettings, RunSettings
-from finetune.tasks import TASKS, Example, TaskData
+from finetune.tasks import TASKS
 from finetune.training import ChunkSampler
 from multicls.errors import UserError
 from multicls.files import FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
-from tests.finetune.runs import finetune, logits_of, score_of, settings_of, write_rows
+from tests.finetune.runs import finetune, settings_of, write_rows
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
 
@@ -87,7 +71,7 @@ def test_other_settings_weights_and_versions_and_a_run_in_the_making_are_refused
         tune(**named)
 
 
-def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
+def test_other_own_rows_under_one_name_are_refused(tiny_bert: Path, tmp_path: Path) -> None:
     """A run or grid on other rows is refused; the test file counts, the names of files do not."""
     files = {}
     for name, word in (("one", "late"), ("two", "lost"), ("copy", "late")):
@@ -96,11 +80,11 @@ def test_other_own_rows_under_one_name_are_refused(tmp_path: Path) -> None:
 
     def run(train: str, test: str) -> list[str]:
         own = ["--train_file", files[train], "--test_file", files[test], "--task_name", "tickets"]
-        return [*own, "--output_dir", str(tmp_path / "results")]
+        quick = ["--max_steps", "1", "--max_length", "24", "--selection", "holdout"]
+        return [*own, *quick, "--output_dir", str(tmp_path / "results")]
 
-    head, systems = ["--head", "tfidf", "--name", "tfidf"], tmp_path / "grid.yaml"
-    systems.write_text("systems: [tfidf]")
-    grids = ["--recipe", str(systems)]
+    head = ["--head", "mean", "--name", "m-mean", "--model", str(tiny_bert)]
+    grids = ["--systems", "mean", "--model", f"m={tiny_bert}"]
     with pytest.raises(UserError, match="no column 'x'"):
         main([*head, *run("one", "one"), "--text_column", "x"])
     assert not (tmp_path / "results").exists()
@@ -133,100 +117,6 @@ def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) 
     assert str(tmp_path) not in card and str(tiny_bert) not in card
 
 
-def test_fitted_heads(tiny_multicls: Path, glue: Path, tmp_path: Path) -> None:
-    """`probe` on each pooling, `tfidf` without a model; words decide the label, so both must find it."""
-    fitted: dict[str, Any] = {"train__learning_rate": "", "train_size": 60, "selection": "holdout"}
-    for pooling in ("cls", "facets", "mean_topics", "facets_topics"):
-        values = fitted | {"head": "probe", "pooling": pooling, "save_model": True}
-        record = finetune(tiny_multicls, glue, tmp_path, **values)
-        assert score_of(record) > 0.9 and "history" not in record
-        model, dev = str(Path(record["path"]) / "model"), read_task(TASKS["sst2"], str(glue)).dev
-        again = predict(model, 0, replace(TASKS["sst2"], max_length=24), dev)
-        expected = logits_of(record) / record["tasks"][0]["temperature"]
-        np.testing.assert_allclose(again, expected, rtol=1e-3, err_msg=pooling)
-    model_free: dict[str, Any] = fitted | {"head": "tfidf", "max_length": ""}
-    assert score_of(finetune("", glue, tmp_path, **model_free)) > 0.9
-    scores = finetune("", glue, tmp_path, **model_free | {"task": "stsb"})
-    assert score_of(scores) > 0.5 and scores["system"] == "tfidf"
-
-
-classify = partial(fit_classifier, REGRESSION, {"C": STRENGTHS})
-
-
-@pytest.mark.parametrize("labels", [[0, 1] * 10 + [2], [1] * 21])
-def test_fitted_heads_learn_beside_a_class_of_one_row_and_from_one_class(labels: list[int]) -> None:
-    """C is chosen also beside a class of one row."""
-    features = np.eye(3)[labels] + np.random.default_rng(0).normal(0, 0.3, (21, 3))
-    classifier = classify(features, np.array(labels), list(map(str, range(21))), 1)
-    assert classifier.predict(features)[:20].tolist() == labels[:20]
-    assert len(set(labels)) == 1 or classifier.C != 1.0
-
-
-def test_a_probe_is_a_linear_layer() -> None:
-    """Folded standardisation and coefficients give scikit-learn's numbers; an unseen class is unlikely."""
-    draw = np.random.default_rng(0)
-    features = draw.normal(3, [0.1, 1, 10, 0.01], (60, 4))
-    four = replace(TASKS["sst2"], labels=tuple("abcd"))
-    for classes in (2, 3):
-        labels = (features[:, 1] > 3).astype(int) + (features[:, 2] > 9) * (classes - 2)
-        rows = [Example(f"{n}", ("",), float(label)) for n, label in enumerate(labels)]
-        outputs = apply_layer(fit_layer(four, features, rows, seed=1), features)
-        scaled = StandardScaler().fit_transform(features)
-        reference = classify(scaled, labels, [row.id for row in rows], 1)
-        found, expected = softmax(outputs.astype(float), axis=1), reference.predict_proba(scaled)
-        np.testing.assert_allclose(found[:, :classes], expected, atol=1e-5)
-        assert found[:, classes:].max() < 1e-9
-    dead = np.concatenate([features, draw.normal(0, 1e-30, (60, 1)), np.ones((60, 1))], axis=1)
-    weight, bias = fit_layer(four, dead, rows, seed=1)
-    assert not weight[:, 4:].any(), "a dimension that is almost 0 has no weight of 1e30"
-    np.testing.assert_allclose(apply_layer((weight, bias), dead), outputs, atol=1e-4)
-    scores = replace(TASKS["stsb"], label_scale=2.0)
-    rows = [Example(f"{n}", ("",), float(2 * row[1] - row[2])) for n, row in enumerate(features)]
-    outputs = apply_layer(fit_layer(scores, features, rows, seed=1), features)[:, 0]
-    np.testing.assert_allclose(2 * outputs, [row.label for row in rows], atol=0.2)
-    several = replace(TASKS["sst2"], labels=("a", "b"), multi_label=True)
-    marks = [(float(row[1] > 3), float(row[2] > 3)) for row in features]
-    rows = [Example(f"{n}", ("",), 0.0, labels=mark) for n, mark in enumerate(marks)]
-    outputs = apply_layer(fit_layer(several, features, rows, seed=1), features)
-    assert ((outputs > 0) == (np.array(marks) > 0)).mean() > 0.95
-
-
-def test_fine_tuning_starts_from_a_probe(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """At a rate of almost 0 the model is the probe; every head takes it, and classes of several tasks."""
-    still = {"train__learning_rate": 1e-30, "train__max_steps": 1, "train_size": 60}
-    record = finetune(tiny_bert, glue, tmp_path, head="mean", train__init="probe", **still)
-    probe = {"head": "probe", "pooling": "mean", "train__learning_rate": "", "train_size": 60}
-    np.testing.assert_allclose(
-        logits_of(record), logits_of(finetune(tiny_bert, glue, tmp_path, **probe)), atol=1e-4
-    )
-    moving = still | {"train__learning_rate": 1e-3, "train__max_steps": 20, "name": "moving"}
-    moved = finetune(tiny_bert, glue, tmp_path, head="mean", train__init="probe", **moving)
-    assert np.abs(logits_of(moved) - logits_of(record)).max() > 0.1, "all weights are trained"
-    for head, task in (("hire", "sst2"), ("cln", "sst2,stsb")):
-        values = still | {"head": head, "task": task, "train__init": "probe"}
-        assert score_of(finetune(tiny_bert, glue, tmp_path, **values)) > 0.6
-
-
-def test_the_bag_of_words_chooses_its_n_grams_and_learns_from_all_labels() -> None:
-    """Order decides the first task, so pairs of words are needed; the validation rows alone have class 2."""
-    orders = [("a good bad", 0.0), ("a bad good", 1.0)]
-    rows = [Example(f"{n}", (f"{text} {n}",), label) for n in range(20) for text, label in orders]
-    three = replace(TASKS["sst2"], labels=tuple("abc"))
-    held = [Example(f"v{n}", ("rare words",), 2.0) for n in range(4)]
-    data = TaskData(three, rows, [*rows[:4], *held], validation=[*rows[:2], *held])
-    (outputs,) = fit_words(data, 1)
-    assert outputs["dev"].argmax(axis=1).tolist() == [0, 1, 0, 1, 2, 2, 2, 2]
-    assert outputs["validation"].argmax(axis=1).max() < 2, "they have not been seen there"
-
-
-def test_fitted_heads_refuse_choices_and_several_labels_a_row() -> None:
-    """A grid leaves such runs out."""
-    several = replace(TASKS["sst2"], multi_label=True)
-    for task, what in ((TASKS["copa"], "more than a text"), (several, "several labels a row")):
-        with pytest.raises(Incompatible, match=f"{what}.*; use another head"):
-            fit_words(TaskData(task, [], []), 1)
-
-
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
     record = finetune(
         tiny_bert, glue, tmp_path, head="cln", task="sst2,stsb", **QUICK, save_model=True
@@ -251,8 +141,6 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
         ({"head": "isobn", "train__batch_size": 1}, "must be 2 or more"),
         ({"pooling": "mean"}, "--pooling: the head cls does not read it"),
         ({"isobn__beta": 1.0}, "--isobn.beta: the head cls does not read it"),
-        ({"head": "probe", "train__epochs": 5}, "--epochs: the head probe does not read it"),
-        ({"head": "tfidf", "save_model": True}, "--save_model: the head tfidf"),
         ({"train_size": "x"}, "valid integer"),
         ({"own__dev_file": "d.csv"}, "--dev_file is for your own rows: set --train_file"),
         ({"own__metric": "f1"}, "--metric is for your own rows: set --train_file"),

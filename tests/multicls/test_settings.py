@@ -181,7 +181,7 @@ def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str
 
 
 COMMANDS = ["pretrain/run", "pretrain/export", "data_prep/run", "multicls/convert"]
-FINETUNING = ("run", "grid", "report", "predict", "analyze")
+FINETUNING = ("compare", "run", "grid", "report", "predict")
 COMMANDS += [f"finetune/{name}" for name in FINETUNING]
 QUICK = [*product(COMMANDS, [("--help", 0, ""), ("--no_such_flag", 2, "no such flag")])]
 QUICK += [("pretrain/run", ("--status --output_dir nowhere", 3, "not begun"))]
