@@ -60,7 +60,7 @@ def _file_rows(task: Task, stem: str, data_dir: Path) -> RawRows:
     if path is None:
         names = " or ".join(map(str, paths))
         raise UserError(f"--data_dir {data_dir}: task {task.name} needs {names}: no such file.")
-    rows = read_table(path, task.header, allow_short=True)
+    rows = read_table(path, task.header, allow_short=True, raw=True)
     hub_names = dict(zip(task.file_columns, (*task.fields, "label"), strict=False))
     return [(where, {hub_names.get(k, k): v for k, v in row.items()}) for where, row in rows]
 

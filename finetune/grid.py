@@ -174,7 +174,8 @@ def _runs_of_system(
         for group in (grid.settings.model_dump(exclude_unset=True), grid.search)
     )
     values |= flatten(system.model_dump(exclude_unset=True, exclude={"models"}))
-    all_rows = size == "full" and values.get("selection", "dev") == "dev"
+    selection = values.get("selection", "holdout" if grid.own.train_file else "dev")
+    all_rows = size == "full" and selection == "dev"
     own_subsets = not (all_rows or grid.share_subsets)
     replicates = max(map(len, models.values()), default=1)
     subsets = 1 if all_rows else grid.subsets

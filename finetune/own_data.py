@@ -23,9 +23,12 @@ from multicls.labels import (
     hint_on_numbers,
     is_empty,
     label_type,
+    plain,
     read_label,
+    spellings_of,
     texts_of,
     with_labels,
+    with_one_hot,
     with_texts,
 )
 from multicls.measures import METRICS
@@ -33,6 +36,9 @@ from multicls.systems import Scale
 from multicls.tables import RawRows, Row, read_table
 
 RARE = 0.8  # share of the most frequent class above which macro-F1 is the main metric
+NEAR = 0.8  # share of equal pairs of words from which on texts are nearly equal
+FEWEST_PAIRS = 6  # of words, in a text that may be nearly equal to another
+MOST_COMPARED = 3000  # texts
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
 Splits = dict[str, RawRows]
@@ -62,9 +68,9 @@ def load_own(own: OwnDataSettings) -> TaskData:
 def read_own(own: RowSettings, files: Mapping[str, str | None]) -> tuple[Task, Examples, list[str]]:
     """Returns the task that own rows are, the examples of each split that has a file, and notes on the rows."""
     splits, fields, notes = _read_splits(own, files)
-    task, examples = _read_examples(own, splits, fields)
+    task, examples, joined = _read_examples(own, splits, fields)
     examples, more = _with_units(task, examples)
-    return task, examples, [*notes, _note(task), *more, *leak_notes(examples)]
+    return task, examples, [*notes, _note(task), *joined, *more, *leak_notes(examples)]
 
 
 def labelled_rows(
@@ -142,14 +148,24 @@ def predictions_of_file(
     return outputs
 
 
-def _read_examples(own: RowSettings, splits: Splits, fields: Names) -> tuple[Task, Examples]:
-    """Returns the task that the labels are of, and the examples of each split, with their groups as passages."""
+def _read_examples(
+    own: RowSettings, splits: Splits, fields: Names
+) -> tuple[Task, Examples, list[str]]:
+    """Returns the task that the labels are, the examples of each split with groups as passages, and notes."""
     cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
     kind = label_type(cells) if own.label_type == "auto" else own.label_type
     labels = {
         split: [read_label(kind, row.get(own.label_column), where) for where, row in rows]
         for split, rows in splits.items()
     }
+    joined = list[str]()
+    if kind != "score":
+        every = [label for column in labels.values() for label in column]
+        spellings, joined = spellings_of(every, own.join_labels)
+        labels = {
+            split: [tuple(dict.fromkeys(spellings[name] for name in label)) for label in column]
+            for split, column in labels.items()
+        }
     task = _task(own, fields, kind, labels)
     examples = defaultdict[str, list[Example]](list)
     for split, rows in splits.items():
@@ -158,14 +174,16 @@ def _read_examples(own: RowSettings, splits: Splits, fields: Names) -> tuple[Tas
             group = row.get(own.group_column or "")
             passage = "" if is_empty(group) else str(group)
             examples[split].append(replace(example, passage=passage))
-    return task, examples
+    return task, examples, joined
 
 
 def _read_splits(
     own: RowSettings, files: Mapping[str, str | None]
 ) -> tuple[Splits, Names, list[str]]:
     """Returns the labelled rows with a text by split, the columns of the texts, and notes."""
-    splits = {split: read_table(Path(name)) for split, name in files.items() if name}
+    splits = {
+        split: with_one_hot(read_table(Path(name)), own) for split, name in files.items() if name
+    }
     notes = list[str]()
     groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
     kept: Splits = {}
@@ -208,8 +226,11 @@ def _with_units(task: Task, examples: Examples) -> tuple[Examples, list[str]]:
     holds common phrases.
     """
     rows, notes = [row for split in examples.values() for row in split], list[str]()
-    cells = [(*_texts(row), row.passage) for row in rows]
-    columns, of_group = list(range(len(task.fields))), [len(task.fields)]
+    texts = [_texts(row) for row in rows]
+    near = near_duplicates([" ".join(of) for of in texts])
+    cells = [(*of, name, row.passage) for of, name, row in zip(texts, near, rows, strict=True)]
+    names = [*map(repr, task.fields), "all columns, nearly equal,"]
+    columns, of_group = list(range(len(names))), [len(names)]
     by_group = max(Counter(_units(cells, of_group)).values())
     while len(columns) + any(row.passage for row in rows) > 1:
         largest = max(Counter(_units(cells, columns + of_group)).values())
@@ -218,7 +239,7 @@ def _with_units(task: Task, examples: Examples) -> tuple[Examples, list[str]]:
         column = min(columns, key=lambda c: len({row[c] for row in cells}))
         columns.remove(column)
         notes.append(
-            f"equal texts in {task.fields[column]!r} join {largest} of {len(rows)} rows: they may stand on both sides "
+            f"equal texts in {names[column]} join {largest} of {len(rows)} rows: they may stand on both sides "
             "of a split"
         )
     sizes = Counter(units := _units(cells, columns + of_group))
@@ -228,6 +249,36 @@ def _with_units(task: Task, examples: Examples) -> tuple[Examples, list[str]]:
         for split, of_split in examples.items()
     }
     return divided, notes
+
+
+def near_duplicates(texts: Sequence[str]) -> list[str]:
+    """Returns a name for each text that it shares with nearly equal ones; "" if there are none.
+
+    Texts are nearly equal if they share four in five of their pairs of neighbouring words. Short texts are not, and of
+    many texts none are looked for.
+    """
+    from scipy.cluster.hierarchy import DisjointSet
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    names = [""] * len(texts)
+    if len(texts) > MOST_COMPARED:
+        return names
+    options: Any = {"binary": True, "norm": None, "alternate_sign": False}
+    pairs = HashingVectorizer(ngram_range=(2, 2), token_pattern=r"(?u)\b\w+\b", **options)
+    marks = pairs.transform(texts)
+    sizes = np.asarray(marks.sum(axis=1)).ravel()
+    common = (marks @ marks.T).tocoo()
+    either = sizes[common.row] + sizes[common.col] - common.data
+    is_near = (common.data >= NEAR * either) & (common.row < common.col)
+    is_near &= np.minimum(sizes[common.row], sizes[common.col]) >= FEWEST_PAIRS
+    sets = DisjointSet(range(len(texts)))
+    for first, second in zip(common.row[is_near], common.col[is_near], strict=True):
+        sets.merge(int(first), int(second))
+    for members in sets.subsets():
+        if len(members) > 1:
+            for row in members:
+                names[row] = f"near {min(members)}"
+    return names
 
 
 def _units(cells: Sequence[Names], columns: Sequence[int]) -> list[int]:
@@ -248,7 +299,7 @@ def _units(cells: Sequence[Names], columns: Sequence[int]) -> list[int]:
 
 def _texts(row: Example) -> tuple[str, ...]:
     """Returns what rows of equal texts share, whatever the case and blanks of these."""
-    return tuple(" ".join(text.split()).casefold() for text in row.texts)
+    return tuple(map(plain, row.texts))
 
 
 def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
@@ -270,8 +321,8 @@ def leak_notes(examples: Mapping[str, Sequence[Example]]) -> list[str]:
             )
         if related:
             notes.append(
-                f"{len(related)} {of} share a text or group with {other} (the first: {related[0].place}): scores on "
-                "them may be too high"
+                f"{len(related)} {of} share a text, nearly, or a group with {other} (the first: {related[0].place}): "
+                "scores on them may be too high"
             )
     several = [list(places.values()) for places in train.values() if len(places) > 1]
     if several:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 Scored = Sequence[tuple[Task, Predictions]]  # of each task, with the thresholds that are fitted
-FORMAT = 5
+FORMAT = 6
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 HASHES = {  # in words
-    "data_sha256": "other rows: the tables or the way they are read have changed",
+    "data_sha256": "other rows: the tables or the way they are read have changed; name other tables by --task_name",
     "weights_sha256": "other weights, configuration or tokenizer in the model's folder",
 }
 
@@ -105,6 +105,7 @@ def save_calibrated(system: TrainedSystem, folder: Path, record: Record, tasks: 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     """Returns what one task was, its scores on each split (fractions of 1), and its calibration by validation."""
     from finetune.calibration import fit_temperature, fit_thresholds
+    from finetune.estimates import example_interval
     from finetune.metrics import majority_scores, score_predictions
 
     task, train = rows.task, [*rows.train, *rows.validation]
@@ -122,6 +123,7 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "splits": {
             split: {
                 "rows": len(arrays["labels"]),
+                "interval": example_interval(task if split == "validation" else cut, arrays),
                 # The rows that fitted the thresholds cannot judge them.
                 "scores": score_predictions(task if split == "validation" else cut, arrays),
                 "uncut": score_predictions(task, arrays)[task.metrics[0]],
@@ -140,8 +142,6 @@ def model_card(record: Record, tasks: Scored) -> str:
     """Returns the card of a saved model as Markdown with the Hub's metadata."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    from finetune.estimates import example_interval
-
     inherited, task, head = inherited_metadata(record["model"]), tasks[0][0], record["head"]
     hubs = [TASKS[part.name].hub for part, _ in tasks if part.name in TASKS]
     data = ModelCardData(
@@ -159,7 +159,6 @@ def model_card(record: Record, tasks: Scored) -> str:
         start=model_link(inherited),
         record=record,
         task=task,
-        intervals=[example_interval(part, splits["dev"]) for part, splits in tasks],
         license=inherited.get("license_name") or inherited.get("license"),
         transformers=TRANSFORMERS,
         citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],

@@ -31,6 +31,7 @@ from multicls.errors import UserError, first_line, run_command
 from multicls.files import locked
 from multicls.settings import parse
 
+FEWEST = 8  # rows of one's own to train on
 _printed = set[str]()
 
 
@@ -64,6 +65,10 @@ def run_finetune(settings: RunSettings) -> Record:
     is_first, holdout = rank_and_world()[0] == 0, settings.selection == "holdout"
     data = load_tasks(settings)
     rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
+    if settings.own.train_file and (few := len(rows[0].train)) < FEWEST:
+        raise UserError(
+            f"{settings.own.train_file}: {count(few, 'row')} to train on; set {FEWEST}."
+        )
     identity = identify(settings, data)
     with locked(settings.folder) if is_first else nullcontext():
         record = on_rank_0(lambda: finished_record(settings, identity))
@@ -100,6 +105,11 @@ def _print_scores(record: Record) -> None:
             for what, scores in scored.items():
                 values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
                 print_line(f"{record['system']} on {entry['task']}, {what}: {values}")
+            low, high = (100 * end for end in found["interval"])
+            if low <= high:
+                print_line(
+                    f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}"
+                )
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:

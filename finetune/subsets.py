@@ -33,7 +33,7 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     validation = [data.train[row] for row in rows if row in held]
     if not isinstance(size, str) and size > total:
         notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
-    notes += missing_classes(data.task, train, validation, "validation") if holdout else []
+    notes += missing_classes(data.task, train, validation, "validation" if holdout else "")
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
 
@@ -65,11 +65,11 @@ def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
 
 
 def missing_classes(task: Task, train: list[Example], held: list[Example], what: str) -> list[str]:
-    """Returns notes on the classes that the training rows, or the rows `held` for a split `what`, lack."""
+    """Returns notes on the classes that the training rows, or the rows `held` for a split `what`, if any, lack."""
     if task.is_regression or task.num_choices:
         return []
     notes = list[str]()
-    for name, rows in (("train", train), (what, held)):
+    for name, rows in (("train", train), *([(what, held)] if what else [])):
         present = {index for row in rows for index in row.classes}
         lacks = [label for n, label in enumerate(task.labels) if n not in present]
         if lacks:

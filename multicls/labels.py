@@ -2,6 +2,8 @@
 
 import ast
 import math
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +21,8 @@ Names = Sequence[str]
 LabelType = Literal["class", "multi_label", "score"]
 TEXTS = (("text",), ("text1", "text2"), ("sentence1", "sentence2"))
 FEW = 10  # rows, each of which may have a label of its own
+MARKS = dict.fromkeys(("0", "0.0", "false", "no", "", "none", "nan"), False)
+MARKS |= dict.fromkeys(("1", "1.0", "true", "yes", "x"), True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,12 @@ class LabelledSettings(Settings):
     text_column: Annotated[str, Field(pattern="^[^,]+(,[^,]+)?$")] | None = Field(
         None, description="column, or COLUMN1,COLUMN2 for pairs"
     )
-    label_column: str = Field("label", description="column of the label")
+    label_column: str = Field(
+        "label", description="column of the label; A,B,C: columns of 0 and 1, one for each label"
+    )
+    join_labels: bool = Field(
+        False, description="labels that differ by case, blanks or Unicode form are one"
+    )
     label_separator: str | None = Field(None, description="divides several labels in a cell: ';'")
     unlabelled: Literal["refuse", "drop"] = Field("refuse", description="rows without a label")
     label_type: Literal["auto", "class", "multi_label", "score"] = Field(
@@ -60,7 +69,7 @@ def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
     Raises:
         UserError: The file, a column or a label is missing or cannot be read, or all labels are alike.
     """
-    rows = read_table(Path(path))
+    rows = with_one_hot(read_table(Path(path)), columns)
     groups = [columns.text_column.split(",")] if columns.text_column else TEXTS
     fields = find_columns(*rows[0], groups)
     find_columns(*rows[0], [[columns.label_column]], "label")
@@ -69,6 +78,10 @@ def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
     cells = [row[columns.label_column] for _, row in rows]
     kind = label_type(cells) if columns.label_type == "auto" else columns.label_type
     labels = [read_label(kind, row[columns.label_column], where) for where, row in rows]
+    if kind != "score":
+        spellings, joined = spellings_of(labels, columns.join_labels)
+        more += joined
+        labels = [tuple(dict.fromkeys(spellings[name] for name in of)) for of in labels]
     texts = [texts_of(row, fields, where) for where, row in rows]
     classes = class_names(str(path), kind, labels)
     pairs = [pair for pair in zip(texts, labels, strict=True) if kind == "score" or pair[1]]
@@ -96,9 +109,10 @@ def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "tex
             return names
     columns = " or ".join(" and ".join(map(repr, names)) for names in groups)
     missing = next(name for name in groups[0] if name not in row)
+    predict = " finetune/predict.py labels rows without labels." if what == "label" else ""
     raise UserError(
         f"{where}: no column {columns} for the {what}; the columns (the first line of a table) are "
-        f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column."
+        f"{', '.join(map(repr, row))}.{did_you_mean(missing, row, listed=False)} Name it by --{what}_column.{predict}"
     )
 
 
@@ -118,11 +132,68 @@ def with_texts(rows: RawRows, fields: Sequence[str], what: str) -> tuple[RawRows
     notes = list[str]()
     if empty := len(rows) - len(full):
         notes.append(f"{count(empty, what)} without a text left out")
-    broken = [at for at, row in rows if ".csv:" in at and "\n" in "".join(map(str, row.values()))]
+    numbers = sum(all(_number(row[name]) is not None for name in fields) for _, row in full)
+    if 2 * numbers > len(full):
+        column = " and ".join(map(repr, fields))
+        notes.append(f"most texts in {column} are numbers: is it the right --text_column?")
+    broken = [
+        at for at, row in rows if ".csv" in at.lower() and "\n" in "".join(map(str, row.values()))
+    ]
     if broken:
         breaks = f"{count(len(broken), what)} with line breaks, the first up to {broken[0]}"
         notes.append(f"{breaks}: texts, or torn quotes?")
     return full, notes
+
+
+def with_one_hot(rows: RawRows, columns: LabelledSettings) -> RawRows:
+    """Returns the rows with their labels in one cell if the label column names several, `A,B,C`, of 0 and 1.
+
+    A cell is a list of names, or a name if each row has exactly one.
+
+    Raises:
+        UserError: A column is missing, or holds something else.
+    """
+    names = columns.label_column.split(",")
+    if len(names) == 1 or columns.label_column in rows[0][1]:
+        return rows
+    find_columns(*rows[0], [names], "label")
+    marked = list[list[str]]()
+    for where, row in rows:
+        marks = {name: str(row.get(name)).strip().casefold() for name in names}
+        if wrong := [name for name, mark in marks.items() if mark not in MARKS]:
+            what = f"column {wrong[0]!r} is {row.get(wrong[0])!r}; it must be 0 or 1"
+            raise UserError(f"{where}: {what} (--label_column {columns.label_column}).")
+        marked.append([name for name, mark in marks.items() if MARKS[mark]])
+    single = all(len(of) == 1 for of in marked)
+    return [
+        (where, {**row, columns.label_column: of[0] if single else of})
+        for (where, row), of in zip(rows, marked, strict=True)
+    ]
+
+
+def spellings_of(labels: Sequence[Names], join: bool) -> tuple[dict[str, str], list[str]]:
+    """Returns the name that stands for each label, and a note on labels that differ by their spelling only.
+
+    Spellings differ by case, blanks or Unicode form. If they are to be joined, the most frequent one stands for them.
+    """
+    counts = Counter(chain.from_iterable(labels))
+    groups = defaultdict[str, list[str]](list)
+    for name, _ in counts.most_common():
+        groups[plain(name)].append(name)
+    several = [names for names in groups.values() if len(names) > 1]
+    if not several:
+        return {name: name for name in counts}, []
+    shown = ", ".join(" and ".join(map(repr, names)) for names in several[:3])
+    what = f"labels that differ by case, blanks or Unicode form alone: {shown}"
+    if not join:
+        return {name: name for name in counts}, [f"{what}; --join_labels makes them one"]
+    joined = {name: names[0] for names in groups.values() for name in names}
+    return joined, [f"{what}; joined"]
+
+
+def plain(text: str) -> str:
+    """Returns what texts share that differ by case, blanks or Unicode form alone."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def with_labels(rows: RawRows, columns: LabelledSettings, what: str) -> tuple[RawRows, list[str]]:
@@ -136,7 +207,7 @@ def with_labels(rows: RawRows, columns: LabelledSettings, what: str) -> tuple[Ra
     if empty:
         first, without = next(iter(empty)), count(len(empty), what)
         if columns.unlabelled == "refuse":
-            hint = "Label them, or set --unlabelled drop."
+            hint = "Label them, or set --unlabelled drop; finetune/predict.py labels rows."
             raise UserError(f"{first}: {without} without a label. {hint}")
         notes.append(f"{without} without a label left out, the first: {first}")
     kept = [(where, _divided(columns, row, where)) for where, row in rows if where not in empty]

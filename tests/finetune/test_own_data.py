@@ -1,6 +1,8 @@
 """A user's own labels: which task they are, which rows become dev, and what is wrong with them."""
 
+import gzip
 import json
+import lzma
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,7 +176,7 @@ def test_rows_of_a_group_stay_on_one_side(tmp_path: Path) -> None:
     bare = write_rows(tmp_path / "bare.csv", [{"text": "new", "label": "x"}])
     own = OwnDataSettings(train_file=file, test_file=test, group_column="customer")
     assert any(
-        note.startswith("1 of the 1 test row share a text or group with train")
+        note.startswith("1 of the 1 test row share a text, nearly, or a group with train")
         for note in load_own(own).notes
     )
     assert load_own(own.model_copy(update={"test_file": bare})).test
@@ -347,6 +349,90 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
     assert rows == [("2", '"so" he'), ("4", "b,c\u2028\x85d")]
 
 
+def test_files_as_people_have_them(tmp_path: Path) -> None:
+    """The names of Windows, compressed files, a JSON list, Excel's first line, and pandas' quoted TSV."""
+    csv = b'text;label\n"a;b";x\n'
+    listed = json.dumps([{"text": "a;b", "label": "x"}]).encode()
+    contents = {
+        "A.CSV": csv,
+        "b.csv.gz": gzip.compress(csv),
+        "c.csv.xz": lzma.compress(csv),
+        "d.json": listed,
+        "e.json": listed[1:-1] + b"\n",
+        "f.csv": b"sep=;\r\n" + csv,
+        "g.tsv": b'text\tlabel\n"a;b"\tx\n',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        ((where, row),) = read_table(tmp_path / name)
+        assert row == {"text": "a;b", "label": "x"}, name
+    assert where.endswith("g.tsv:2")
+    frame = pd.DataFrame([{"text": 'a "b"\tc', "label": "x"}, {"text": "d\ne", "label": "y"}])
+    frame.to_csv(tmp_path / "h.tsv", sep="\t", index=False)
+    assert [row for _, row in read_table(tmp_path / "h.tsv")] == frame.to_dict("records")
+    quoted = [row["text"] for _, row in read_table(tmp_path / "g.tsv", raw=True)]
+    assert quoted == ['"a;b"'], "official files have no quotes"
+    ((where, _),) = read_table(tmp_path / "f.csv")
+    assert where.endswith("f.csv:3"), "the line in the file"
+
+
+def test_spellings_of_labels_are_named_and_joined(tmp_path: Path) -> None:
+    """Case, blanks within, and the two forms of an accent."""
+    spellings = [
+        "Refund",
+        "Refund",
+        "refund",
+        "re\u0301gie",
+        "r\u00e9gie",
+        "late  item",
+        "late item",
+    ]
+    _, data = read(tmp_path, labelled(*spellings, "x"))
+    assert len(data.task.labels) == 7
+    (note,) = (note for note in data.notes if "differ by case" in note)
+    assert "'Refund' and 'refund'" in note and note.endswith("--join_labels makes them one")
+    task, data = read(tmp_path, labelled(*spellings, "x"), join_labels=True)
+    assert len(task.labels) == 4 and {"Refund", "x"} < set(task.labels)
+    assert [row.label for row in data.train[:3]] == [data.train[0].label] * 3
+
+
+def test_columns_of_zeros_and_ones(tmp_path: Path) -> None:
+    rows = [{"text": f"t{n}", "a": n % 2, "b": 1 - n % 2, "c": "0"} for n in range(6)]
+    task, data = read(tmp_path, rows, suffix="csv", label_column="a,b,c")
+    assert (task.multi_label, task.labels) == (False, ("a", "b")), "each row has one"
+    rows[0]["c"] = "1"
+    task, data = read(tmp_path, rows, suffix="csv", label_column="a,b,c")
+    assert task.multi_label and data.train[0].labels == (0, 1, 1)
+    with pytest.raises(UserError, match="column 'a' is 'often'; it must be 0 or 1"):
+        read(tmp_path, [{**rows[0], "a": "often"}], suffix="csv", label_column="a,b")
+    with pytest.raises(UserError, match="no column 'a' and 'd' for the label"):
+        read(tmp_path, rows, suffix="csv", label_column="a,d")
+
+
+def test_suspicious_columns_and_nearly_equal_rows(tmp_path: Path) -> None:
+    rows = [{"text": str(n), "label": "ab"[n % 2]} for n in range(6)]
+    _, data = read(tmp_path, rows, suffix="csv")
+    assert any("most texts in 'text' are numbers" in note for note in data.notes)
+    story = "the courier has left my parcel at the wrong house and nobody was there again"
+    rows = labelled(*"abab")
+    rows[0]["text"], rows[1]["text"] = story, story.replace("again", "today")
+    _, data = read(tmp_path, rows, [{"text": f"{story} ok", "label": "a"}])
+    assert data.train[0].unit == data.train[1].unit == data.dev[0].unit
+    (note,) = (note for note in data.notes if "1 of the 1 dev row" in note)
+    assert "nearly" in note
+    composed = [
+        {"text": "caf\u00e9 au lait", "label": "a"},
+        {"text": "cafe\u0301  au LAIT", "label": "b"},
+    ]
+    _, data = read(tmp_path, [*composed, *labelled("a")])
+    assert data.train[0].unit == data.train[1].unit
+
+
+def test_the_main_metric_of_rare_classes(tmp_path: Path) -> None:
+    assert read(tmp_path, labelled(*"aaaaaaaaab"))[0].metrics[0] == "macro_f1"
+    assert read(tmp_path, labelled(*"aaaaaabbbb"))[0].metrics[0] == "acc"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -356,7 +442,7 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("c.csv", b"text;label\na;b\na\n", r"c.csv:3: fewer cells than the 2 columns text, label"),
         ("d.csv", b"text,label\na,b,c\n", r"d.csv:2: more cells than the 2 columns"),
         ("e.csv", b"\n\ntext,label\na,b\n", r"e.csv:3: more cells than the 0 columns"),
-        ("c.tsv", b'text\tlabel\n"a\nb"\tc\n', "c.tsv:2: fewer cells.*name the file .csv"),
+        ("c.tsv", b'text\tlabel\n"a\nb\tc\n', "c.tsv:2: fewer cells.*name the file .csv"),
         ("f.tsv", b"text\tlabel\na\rb\tc\n", "f.tsv:2: fewer cells"),
         ("d.csv", b'text,label\na,b\n"c,x\nd,x\ne,x\n', "d.csv:3: cannot be read: unexpected end"),
         ("e.csv", b"text,label\na,x\n\xe9,x\n", "e.csv:3: not UTF-8.*Save it as UTF-8"),
@@ -366,7 +452,10 @@ def test_tabs_without_quotes(tmp_path: Path) -> None:
         ("h.jsonl", b'{"text": "a", "text": "b"}', "h.jsonl:1: .* a key occurs twice"),
         ("i.jsonl", b'[{"text": "a"}]', "i.jsonl:1: not a JSON object"),
         ("k.csv", "text,label\na,x\n".encode("utf-16"), "k.csv:1: not UTF-8"),
-        ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after"),
+        ("l.csv", b'text,label\n"a" b,x\n', "l.csv:2: cannot be read: ',' expected after.*twice"),
+        ("o.csv", b"text,label\na,x\n\xe9,x\n", "o.csv:3: .*iconv -f latin1 -t utf8 o.csv"),
+        ("p.csv.gz", b"text,label\na,x\n", "p.csv.gz: cannot be decompressed"),
+        ("q.json", b'["a"]', "q.json: not a list of JSON objects"),
         ("n.csv", "text,label\na,x\n".encode("utf-16-le"), "n.csv:1: not UTF-8"),
         ("m.parquet", b"no Parquet", "m.parquet: cannot be read"),
     ],

@@ -27,6 +27,7 @@ TEXTS = [f"len {NOUNS[n % 6]} los {WORDS[LABELS[n]]}" for n in range(48)]
 def train(model: Path, folder: Path, rows: list[dict[str, Any]], **values: Any) -> str:
     file = write_rows(folder / "t.jsonl", rows)
     common = {"task": "", "data_dir": "", "save_model": True, "own__train_file": file}
+    common |= {"selection": "dev"}
     record = finetune(model, folder, folder / "r", **common, train__epochs=20, **values)
     return str(Path(record["path"]) / "model")
 

@@ -96,6 +96,21 @@ def test_other_own_rows_under_one_name_are_refused(tiny_bert: Path, tmp_path: Pa
         assert command([*flags, *run("copy", "one")]) == 0, "the same rows"
 
 
+def test_a_run_on_own_rows_holds_rows_out_and_shows_an_interval(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"len {('ros', 'nar')[n % 2]} {n}", "label": n % 2} for n in range(40)]
+    words = ["--model", str(tiny_bert), "--max_length", "24", "--max_steps", "1"]
+    words += ["--output_dir", str(tmp_path / "r"), "--train_file"]
+    assert main([*words, write_rows(tmp_path / "t.csv", rows)]) == 0
+    out = capsys.readouterr().out
+    assert "95 % interval of acc for new rows: " in out and "optimistic" not in out
+    record = read_json(next((tmp_path / "r").glob("*/*/*/record.json")))
+    assert (record["head"], record["selection"]) == ("mean", "holdout")
+    with pytest.raises(UserError, match="rows? to train on; set 8"):
+        main([*words, write_rows(tmp_path / "few.csv", rows[:8])])
+
+
 def test_the_next_command_labels_new_rows_not_those_of_training(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
