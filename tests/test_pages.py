@@ -33,8 +33,6 @@ SHORTER = [  # words of commands that would take minutes
     ("own_text/corpus --epochs 1", "own_text/corpus --steps 2 --run.eval_examples 6"),
     ("--run.eval_examples 3", "--run.eval_examples 3 --data.num_workers 0"),
     ("--epochs 2", "--max_steps 4"),
-    ("--epochs 5", "--max_steps 4 --subsets 1"),
-    ("--subsets 10", "--subsets 2"),
     ('"gensim", "matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn")', '"gensim")'),
     (
         "own/corpus --probe_file",
