@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt
 from benchmarks.harness import Report
 from benchmarks.peers import embed_texts, read_lines
 from multicls.errors import run_command
-from multicls.probe import Array
+from multicls.measures import Array
 from multicls.sample import sample_model
 from multicls.settings import Settings, parse
 

@@ -4,7 +4,7 @@ python benchmarks/peers.py --data domains --cpu_seconds 600 --seeds 1 2 3
 
 DATA holds a folder for each domain with docs.jsonl.gz ({"text"}) and rows.jsonl.gz ({"text", "label"}). Each arm
 continues the model on the documents with one thread. A linear model on frozen embeddings of the rows then compares it
-with the untouched model, draw by draw (multicls/probe.py). The views `mean_topics` and `facets_topics` have the topics
+with the untouched model, draw by draw (multicls/evaluation.py). Embeddings such as `mean+topics` have the topics
 of the documents; like the bag of words they need no training (multicls/topics.py). Two short trials of an arm choose
 the number of steps that fills the CPU time. The peers' settings are those of their documentation
 (benchmarks/peer_training.py). Finished runs are kept: the same command resumes. Tables go to OUTPUT/peers.md, and those
@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,11 +28,23 @@ from pydantic import Field, PositiveInt
 
 from benchmarks.harness import Report, run
 from multicls.corpus import MANIFEST
+from multicls.embeddings import embed
 from multicls.errors import UserError, run_command
+from multicls.evaluation import (
+    Difference,
+    Rows,
+    Scores,
+    Splits,
+    average,
+    compare,
+    evaluate,
+    random_draws,
+)
 from multicls.files import read_json, sha256_of, write_json
-from multicls.probe import VIEWS, Array, Difference, Draws, draw_rows, embed, interval, values_of
+from multicls.measures import Array
 from multicls.sample import SAMPLE, sample_model
 from multicls.settings import Settings, parse
+from multicls.systems import Linear, Words
 
 Peer = Literal["mlm", "tsdae", "simcse"]
 Arm = Literal[Peer, "own_text_mlm", "own_text"]
@@ -41,7 +53,17 @@ REFERENCE = (UNTOUCHED, "mean")
 TRIALS = (2, 10)  # steps
 TOPICS = 200
 RECORD = "record.json"
-Results = dict[tuple[str, str], Array]  # (arm, view) -> the probe's values (seeds, draws, rows)
+BAG = "bag of words"
+# Parts that a linear model reads; each weighs the same.
+EMBEDDINGS = (
+    "mean",
+    "cls",
+    "facets",
+    "mean+topics",
+    "facets+topics",
+    "mean+facets+topics",
+)
+Results = dict[tuple[str, str], list[Scores]]  # (arm, embedding) -> the scores of each seed
 
 
 class Options(Settings):
@@ -70,18 +92,21 @@ class Domain:
     name: str
     documents: Path
     folder: Path
-    rows: pd.DataFrame  # "text" and "label"
-    draws: dict[int, Draws]
+    table: pd.DataFrame  # "text" and "label"
+    rows: Rows
+    draws: dict[int, Splits]
 
 
 def read_domain(source: Path, options: Options) -> Domain:
     """Reads a domain and draws its rows, the same ones for all arms."""
     rows = read_lines(source / "rows.jsonl.gz")
     rows = rows.iloc[np.random.default_rng(0).permutation(len(rows))[: options.rows]]
-    _, targets = np.unique(rows["label"].astype(str), return_inverse=True)
-    draws = {n: draw_rows("class", targets, n, options.draws) for n in options.train_rows}
+    classes, targets = np.unique(rows["label"].astype(str), return_inverse=True)
+    texts = [(text,) for text in rows["text"]]
+    labelled = Rows("class", targets, texts, classes=tuple(classes))
+    draws = {n: random_draws(labelled, n, options.draws) for n in options.train_rows}
     folder = options.output / source.name
-    return Domain(source.name, source / "docs.jsonl.gz", folder, rows, draws)
+    return Domain(source.name, source / "docs.jsonl.gz", folder, rows, labelled, draws)
 
 
 def read_lines(path: Path) -> pd.DataFrame:
@@ -108,7 +133,7 @@ def check_settings(options: Options) -> None:
         raise UserError("--finetune compares the facets of own_text: name it in --arms.")
     path = options.output / "settings.json"
     unchecked = {"data", "output", "arms", "seeds", "finetune"}
-    settings = options.model_dump(mode="json", exclude=unchecked) | {"views": list(VIEWS)}
+    settings = options.model_dump(mode="json", exclude=unchecked) | {"embeddings": list(EMBEDDINGS)}
     old = read_json(path) if path.exists() else settings
     files = {
         f"{file.parent.name}/{file.name}": sha256_of(file)
@@ -154,7 +179,10 @@ def steps_that_fit(arm: str, domain: Domain, options: Options) -> int:
 def embed_texts(
     model: str, texts: Sequence[str], max_length: int, topics: Any = None
 ) -> dict[str, Array]:
-    """Returns the frozen embeddings of texts by view, (N, F), from a model folder; `topics` as in `embed`."""
+    """Returns the frozen embeddings of texts by part, (N, F), from a model folder; `topics` as in `embed`.
+
+    `sum` is that of the facets.
+    """
     from transformers import AutoModel, AutoTokenizer
 
     import multicls.modeling_multicls  # noqa: F401 (registers the model)
@@ -164,9 +192,12 @@ def embed_texts(
         tokenizer, encoder = (kind.from_pretrained(model) for kind in (AutoTokenizer, AutoModel))
     config = encoder.eval().config
     options: Any = {"max_length": max_length, "num_facets": getattr(config, "num_facets", 0)}
-    if getattr(config, "num_topics", 0):
-        topics = None
-    return embed(encoder, tokenizer, texts, topics=topics, **options)
+    topics = getattr(encoder, "topics", None) or topics
+    parts = embed(encoder, tokenizer, texts, topics=topics, **options)
+    if "facets" in parts:
+        facets = parts["facets"].reshape(len(texts), config.num_facets, -1)
+        parts["sum"] = facets.sum(axis=1)
+    return parts
 
 
 @lru_cache(maxsize=1)
@@ -183,73 +214,31 @@ def fitted_topics(corpus: Path, model: str) -> Any:
     return TopicTable.of(state)
 
 
-def bag_of_words(texts: Sequence[str], draws: Draws) -> Array:
-    """Returns what `Draws.values` does, (J, N), for a ridge classifier on TF-IDF of words and pairs of words."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import RidgeClassifierCV
-
-    values = np.full((len(draws.train), len(texts)), np.nan)
-    for number, rows in enumerate(draws.train):
-        vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-        features = vectorizer.fit_transform([texts[row] for row in rows]).toarray()
-        model = RidgeClassifierCV(np.logspace(-2, 2, 9)).fit(features, draws.targets[rows])
-        values[number] = model.predict(vectorizer.transform(texts).toarray()) == draws.targets
-        values[number, rows] = np.nan
-    return values
-
-
 def run_arm(arm: str, domain: Domain, options: Options, seed: int) -> None:
     """Trains an arm with a seed and probes it, unless that was done; the record is written last."""
     folder, model = domain.folder / f"{arm}-{seed}", options.model
     if (folder / RECORD).exists():
         return
     print(f"{domain.name}: {arm}, seed {seed}", flush=True)
-    steps, seconds, texts = 0, 0.0, domain.rows["text"].tolist()
+    steps, seconds, texts = 0, 0.0, domain.table["text"].tolist()
     if arm != UNTOUCHED:
         steps = steps_that_fit(arm, domain, options)
         seconds = train(arm, domain, options, steps, seed, folder)
         model = str(folder / "hf")
     topics = fitted_topics(prepare_corpus(domain, options.model), options.model)
-    views = embed_texts(model, texts, options.max_length, topics)
+    parts = embed_texts(model, texts, options.max_length, topics)
+    rows = replace(domain.rows, features=parts)
+    systems: dict[str, Any] = {
+        name: Linear.of(name) for name in EMBEDDINGS if set(name.split("+")) <= parts.keys()
+    }
+    systems |= {BAG: Words()} if arm == UNTOUCHED else {}
     values: dict[str, Any] = {}
     for size, draws in domain.draws.items():
-        found = values_of(draws, views, views)
-        values |= {f"{size}/{view}": rows for view, rows in found.items()}
-        if arm == UNTOUCHED:
-            values[f"{size}/bag of words"] = bag_of_words(texts, draws)
+        scores = evaluate(systems, rows, draws)
+        values |= {f"{size}/{name}": found.draws for name, found in scores.items()}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "values.npz", **values)
     write_json(folder / RECORD, {"steps": steps, "cpu_seconds": seconds})
-
-
-def compare(values: Array, reference: Array) -> Difference:
-    """Returns the mean difference over the seeds of training, with its 95 % interval.
-
-    Both are the probe's values (seeds, draws, rows), on the same draws and rows. To the variance of `interval` comes
-    that of each side's seeds over their number; the degrees of freedom are Welch and Satterthwaite's.
-    """
-    from scipy import stats
-
-    found = interval(values.mean(axis=0), reference.mean(axis=0))
-    freedom = values.shape[1] - 1
-    parts = [(((found.high - found.mean) / stats.t.ppf(0.975, freedom)) ** 2, freedom)]
-    for side in (values, reference):
-        if len(side) > 1:
-            variance = np.nanmean(side, axis=(1, 2)).var(ddof=1) / len(side)
-            parts.append((float(variance), len(side) - 1))
-    total = sum(variance for variance, _ in parts)
-    if not total:
-        return found
-    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
-    half = float(stats.t.ppf(0.975, freedom) * np.sqrt(total))
-    return Difference(found.mean, found.mean - half, found.mean + half)
-
-
-def average(changes: Sequence[Difference]) -> Difference:
-    """Returns the mean of independent differences, with its interval."""
-    mean = float(np.mean([change.mean for change in changes]))
-    half = float(np.linalg.norm([change.high - change.mean for change in changes])) / len(changes)
-    return Difference(mean, mean - half, mean + half)
 
 
 def folders_of(arm: str, domain: Domain, options: Options) -> list[Path]:
@@ -259,24 +248,28 @@ def folders_of(arm: str, domain: Domain, options: Options) -> list[Path]:
 
 
 def load(domain: Domain, options: Options) -> dict[int, Results]:
-    """Returns the values of all arms and views of a domain, by the number of training rows."""
+    """Returns the scores of all arms and embeddings of a domain, by the number of training rows."""
     results: dict[int, Results] = {size: {} for size in options.train_rows}
     for arm in (UNTOUCHED, *options.arms):
         tables = [np.load(path / "values.npz") for path in folders_of(arm, domain, options)]
         for name in tables[0].files:
-            size, view = name.split("/")
-            results[int(size)][arm, view] = np.stack([table[name] for table in tables])
+            size, _, embedding = name.partition("/")
+            train_rows = len(domain.draws[int(size)].draws[0][0])
+            none, units = np.zeros((0, len(domain.rows.targets))), domain.rows.units
+            results[int(size)][arm, embedding] = [
+                Scores(none, table[name], units, train_rows) for table in tables
+            ]
     return results
 
 
 def questions(results: Results) -> dict[str, tuple[Any, Any]]:
-    """Returns the comparisons that matter, each of two (arm, view); the best are chosen on these very rows."""
+    """Returns the comparisons that matter, each of two (arm, embedding); chosen on these very rows."""
 
     def best(arms: Sequence[str], views: Sequence[str]) -> tuple[str, str] | None:
         keys = [key for key in results if key[0] in arms and key[1] in views]
-        return max(keys, key=lambda key: float(np.nanmean(results[key])), default=None)
+        return max(keys, key=lambda key: compare(results[key]).mean, default=None)
 
-    ours = best(["own_text"], ["facets", "mean", "mean_topics", "facets_topics"])
+    ours = best(["own_text"], [name for name in EMBEDDINGS if name != "cls"])
     trained = best(["own_text"], ["facets", "mean"])
     asked = {
         "own_text - untouched mean": (ours, REFERENCE),
@@ -294,12 +287,12 @@ def add_domain(report: Report, domain: Domain, options: Options) -> dict[int, Re
         records = [read_json(path / RECORD) for path in folders_of(arm, domain, options)]
         cells = []
         for results in by_size.values():
-            score = float(np.nanmean(results[arm, view]))
+            score = compare(results[arm, view]).mean
             change = compare(results[arm, view], results[REFERENCE])
             cells.append(f"{100 * score:.1f}, {change}")
         cost = [np.mean([record[name] for record in records]) for name in ("steps", "cpu_seconds")]
         rows.append([arm, view, *cells, *(f"{value:,.0f}" for value in cost)])
-    columns = ["arm", "view", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
+    columns = ["arm", "embedding", *(f"{size} rows" for size in by_size), "steps", "CPU seconds"]
     what = "accuracy, and its difference to the untouched mean with the 95 % interval, in points"
     report.table(f"{domain.name}: {what}", columns, rows)
     return by_size
@@ -319,8 +312,8 @@ def add_comparisons(report: Report, domains: Mapping[str, dict[int, Results]]) -
 
 def fine_tune(domain: Domain, options: Options) -> None:
     """Fine-tunes all models on 100 rows of a domain by finetune/grid.py, ten times; results/report.md compares them."""
-    folder, half = domain.folder / "finetune", len(domain.rows) // 2
-    train, dev = domain.rows[half:], domain.rows[:half]
+    folder, half = domain.folder / "finetune", len(domain.rows.targets) // 2
+    train, dev = domain.table[half:], domain.table[:half]
     splits = {"train": train, "dev": dev[dev["label"].isin(train["label"])]}
     flags = ["--recipe", "benchmarks/peers.yaml", f"--max_length={options.max_length}"]
     flags += ["--model", f"untouched={options.model}"]

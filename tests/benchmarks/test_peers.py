@@ -6,7 +6,6 @@ import random
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
@@ -14,7 +13,6 @@ from transformers import AutoModel, AutoTokenizer
 from benchmarks import peer_training, peers
 from multicls.errors import UserError
 from multicls.files import read_json
-from multicls.probe import interval
 from tests.encoders import WORDS
 
 SMALL = ["--steps", "2", "--train_rows", "12", "--draws", "3", "--max_length", "16"]
@@ -100,7 +98,7 @@ def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert:
 def test_our_arms_train_by_the_commands(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
     run(domains, tmp_path, tiny_bert, "own_text")
     assert "| own_text - untouched mean, 12 rows |" in (tmp_path / "peers.md").read_text()
-    assert {"untouched | mean_topics", "own_text | mean_topics"} <= rows_of(tmp_path).keys()
+    assert {"untouched | mean+topics", "own_text | mean+facets+topics"} <= rows_of(tmp_path).keys()
     assert not (tmp_path / "topics/own_text-1/checkpoints").exists()
 
 
@@ -118,19 +116,3 @@ def test_texts_of_peers(domains: Path, tiny_bert: Path) -> None:
     words = " ".join(WORDS[:100])
     kept = peer_training.without_words(words, random.Random(0)).split()
     assert 25 < len(kept) < 55 and peer_training.without_words("one", random.Random(1)) == "one"
-
-
-def test_the_spread_of_seeds_widens_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    base = (rng.random((1, 8, 200)) < 0.5).astype(float)
-    base[:, :, :20] = np.nan
-    one = base + 0.1 * rng.standard_normal(base.shape)
-    plain, compared = interval(one[0], base[0]), peers.compare(one, base)
-    assert (compared.low, compared.high) == pytest.approx((plain.low, plain.high))
-    near, far = (one + size * np.arange(-1, 2)[:, None, None] for size in (1e-4, 0.1))
-    close, wide = peers.compare(near, base), peers.compare(far, base)
-    assert close.high - close.low == pytest.approx(plain.high - plain.low, rel=0.01)
-    assert wide.mean == pytest.approx(plain.mean)
-    error = 0.1 / 3**0.5  # of three seeds, one standard deviation apart
-    assert wide.high - wide.mean > 3 * error, "two degrees of freedom"
-    assert peers.average([compared, compared]).mean == pytest.approx(plain.mean)
