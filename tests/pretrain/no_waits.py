@@ -40,8 +40,6 @@ HEADS = (
     "multicls",
     "multicls_sum",
     "facets",
-    "mean_topics",
-    "facets_topics",
     "cln",
 )
 TASKS = {
