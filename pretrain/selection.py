@@ -1,8 +1,8 @@
 """Shows during pretraining whether it helps, and selects the step to export.
 
-Each validation embeds the same rows and compares each embedding with the base model's mean over tokens: by a probe on
-labelled rows, or without labels by next-passage recall on held-out documents. Step 0 measures the base model as it is,
-without new facets, which is what one has without pretraining.
+Each validation embeds the same rows and compares each embedding with the base model's own, its mean over tokens or its
+[CLS]: by a probe on labelled rows, or without labels by next-passage recall on held-out documents. Step 0 measures the
+base model as it is, without new facets, which is what one has without pretraining.
 """
 
 import hashlib
@@ -148,6 +148,7 @@ class Selection(Observer):
     Args:
         rows: The rows, the same at each validation.
         untouched: Builds the model that step 0 measures, and its tokenizer; None: the engine's own model.
+        reference: The part that the base model's own sentence embedding is: "mean" or "cls".
         topics: The topics of the corpus, if the run has them.
         report: Receives the lines for the log.
 
@@ -163,11 +164,13 @@ class Selection(Observer):
         tokenizer: Any,
         *,
         untouched: Callable[[], tuple[Any, Any]] | None = None,
+        reference: str = "mean",
         topics: TopicTable | None = None,
         report: Report = lambda line: None,
     ) -> None:
         self._settings, self._rows, self._measure = settings, rows, rows.measure
         self._tokenizer, self._untouched, self._topics = tokenizer, untouched, topics
+        self._reference = reference
         self._report, self._folder = report, RunFolder(Path(settings.run.output_dir))
         self._keeps_best = settings.run.keep_best is not None
         self.best: Best | None = None
@@ -261,9 +264,9 @@ class Selection(Observer):
 
     def _take(self, step: int, scores: Mapping[str, Scores]) -> bool:
         """Takes the scores of a validation as the last ones; returns True if they are the best so far."""
-        mean = self.first["mean"]
+        reference = self.first[self._reference]
         self.scores = {name: found.mean for name, found in scores.items()}
-        self.last = {n: self._measure.difference(found, mean) for n, found in scores.items()}
+        self.last = {n: self._measure.difference(found, reference) for n, found in scores.items()}
         view = max(self.scores, key=self.scores.__getitem__)
         self.latest = Best(step, self.scores[view], view, self.last[view])
         is_best = self.best is None or self.latest.value > self.best.value
@@ -283,7 +286,7 @@ class Selection(Observer):
         """Reports the changes, and returns True if the step is the best so far and the best one is kept."""
         if done:
             shown = ", ".join(f"{name} {change}" for name, change in self.last.items())
-            self._report(f"{self._measure.name}, against the mean at step 0: {shown}")
+            self._report(f"{self._measure.name}, against the {self._reference} at step 0: {shown}")
         recent = self.history[-FALLING:]
         if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
@@ -324,7 +327,8 @@ class Selection(Observer):
         for view, change in self.last.items():
             before = f"{100 * self.first[view].mean:.1f} -> " if view in self.first else ""
             lines.append(
-                f"{name}, {view}: {before}{100 * self.scores[view]:.1f}; against the mean at step 0 {change}"
+                f"{name}, {view}: {before}{100 * self.scores[view]:.1f}; against the {self._reference} at step 0 "
+                f"{change}"
             )
         assert self.best and self.latest
         share = self._seconds / (time.perf_counter() - self._begun)
@@ -333,10 +337,12 @@ class Selection(Observer):
             f"{self._seconds:.0f} s, {share:.1%} of the time"
         )
         all_worse = self.latest.change.high < 0
-        if all_worse or self.last["mean"].high < 0:
+        own = self.last.get(self._reference, self.latest.change)
+        if all_worse or own.high < 0:
             is_kept = self._keeps_best and self.chosen is self.best
             kept = f" The best step, {self.best.step}, is kept." if is_kept else ""
-            what = "all embeddings" if all_worse else "the mean over tokens"
+            own_name = "the mean over tokens" if self._reference == "mean" else "[CLS]"
+            what = "all embeddings" if all_worse else own_name
             lines.append(f"warning: the run made {what} worse.{kept} {advice(self._settings)}")
         if max(found.mean for found in self.first.values()) >= TOO_EASY:
             lines.append(

@@ -186,6 +186,7 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer]]:
             setup.rows,
             setup.tokenizer,
             untouched=None if is_random else partial(build_model, settings.model, facets=False),
+            reference=setup.model.config.pooling,
             topics=topics if settings.probe.file else None,
             report=console.on_line,
         )

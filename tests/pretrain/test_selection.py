@@ -179,14 +179,33 @@ DOCUMENTS = np.repeat(np.arange(20), 3)
 
 
 def selection_of(
-    folder: Path, keeps_best: bool = False, untouched: Any = None, report: Any = print
+    folder: Path,
+    keeps_best: bool = False,
+    untouched: Any = None,
+    report: Any = print,
+    reference: str = "mean",
 ) -> Selection:
     """Returns a selection by passages of twenty documents."""
     values: dict[str, Any] = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
     values["train"] = {"steps": 9}
     values["run"] = {"output_dir": str(folder), "keep_best": "probe" if keeps_best else None}
     settings, rows = PretrainSettings.model_validate(values), ProbeRows([], Passages([], DOCUMENTS))
-    return Selection(settings, rows, None, untouched=untouched, report=report)
+    return Selection(settings, rows, None, untouched=untouched, report=report, reference=reference)
+
+
+def test_the_baseline_is_the_base_models_own_embedding(tmp_path: Path) -> None:
+    """That of a checkpoint with [CLS] pooling is its [CLS]."""
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=(60, 4))
+    near = generator.normal(size=(20, 4))[DOCUMENTS] + 0.1 * noise
+    for reference, mean in (("mean", 0.0), ("cls", -1.0)):
+        lines = list[str]()
+        selection = selection_of(tmp_path, report=lines.append, reference=reference)
+        metrics = selection.compare({"mean": noise, "cls": near}, 0)
+        assert metrics[f"probe/{reference}_change"] == 0.0
+        assert np.sign(metrics["probe/mean_change"]) == mean
+        selection.keeps(4)
+        assert f"against the {reference} at step 0" in lines[0]
 
 
 def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
