@@ -5,6 +5,7 @@ tokenizer; docs/data.md describes the columns. A shard row holds one document; a
 tokens takes several consecutive rows. Code counts rows, people count documents.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from multicls.errors import UserError
+from multicls.errors import UserError, first_line
 from multicls.files import atomic_write, read_json, sha256_of
 from multicls.tokenization import FACET
 
@@ -59,8 +60,16 @@ class Shard:
             self.counts: np.ndarray = self.batch.column("counts").values.to_numpy()
             self.source_names: list[str] = self.batch.column("source").dictionary.to_pylist()
             self.source_codes: np.ndarray = self.batch.column("source").indices.to_numpy()
-        except (pa.ArrowException, OSError, KeyError) as error:  # also of vm.max_map_count
+        except (pa.ArrowException, FileNotFoundError, KeyError) as error:
             raise UserError(f"{path}: not a readable shard ({error}); prepare it again.") from None
+        except OSError as error:
+            # Arrow drops the error number of mmap. Others may pass, as those of a shared disk do.
+            if error.errno != errno.EMFILE and "Memory mapping" not in str(error):
+                raise
+            raise UserError(
+                f"{path}: a process maps each shard into memory, but the system allows no more ({first_line(error)}); "
+                "raise the limit of maps (sysctl vm.max_map_count), open files (ulimit -n) or memory (ulimit -v)."
+            ) from None
         self.row_starts: np.ndarray = outer.offsets.to_numpy()
         self.sentence_starts: np.ndarray = outer.values.offsets.to_numpy()
         self.tokens: np.ndarray = outer.values.values.to_numpy()

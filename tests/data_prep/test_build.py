@@ -142,7 +142,7 @@ def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path)
     assert drops.characters["c"] == {"documents_duplicate": letters["c"]}
     assert drops.counts == {"c": {"documents_duplicate": 1}}
     assert corpus.manifest["dropped"] == {"documents_duplicate": 1}
-    share = 1 - letters["c"] / sum(map(len, stories.values()))
+    share = 1 - letters["c"] / sum(letters.values())
     assert (drops.whole(), drops.share()) == (2, pytest.approx(share))
     expected = {}
     for number, name in enumerate("ab"):

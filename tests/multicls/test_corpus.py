@@ -1,5 +1,7 @@
 """The shard format: columns, views of rows, and the refusal of other formats."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +93,31 @@ def test_at_least_one_document_is_held_out(
     limit = Corpus(write_corpus(tmp_path, rows=rows)).validation_limit(fraction)
     found = held_out_share(np.array([row.hash for row in rows], np.uint64))
     assert found[found < limit].tolist() == held_out
+
+
+LIMITED = """
+import resource, sys
+from multicls.corpus import Corpus
+from multicls.errors import UserError
+corpus = Corpus(sys.argv[1])
+if sys.argv[2] == "maps":
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20),) * 2)
+else:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    corpus.row(0)
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"), [("maps", "Cannot allocate memory"), ("files", "Too many open files")]
+)
+def test_a_system_that_maps_no_more_shards(limit: str, words: str, tmp_path: Path) -> None:
+    """Limits of the process stand for those of a corpus of 65,000 shards."""
+    folder = write_corpus(tmp_path, rows=[row(str(i), [1] * MAX_TOKENS) for i in range(60)])
+    command = [sys.executable, "-c", LIMITED, str(folder), limit]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert words in done.stdout and "vm.max_map_count" in done.stdout and "ulimit -n" in done.stdout

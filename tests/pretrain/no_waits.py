@@ -36,7 +36,6 @@ BATCHES = [micro_batch(0), micro_batch(1)]
 HEADS = (
     "cls",
     "mean",
-    "first",
     "multicls",
     "multicls_sum",
     "facets",

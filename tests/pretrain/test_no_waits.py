@@ -25,5 +25,5 @@ def test_the_host_waits_only_where_the_page_says() -> None:
         }
         assert results[name]["synchronize"] == {}
     assert len(results["fake"]) == 6 and set(results["fake"].values()) == {""}
-    assert len(results["heads"]) == 10 and set(results["heads"].values()) == {""}
+    assert len(results["heads"]) == 9 and set(results["heads"].values()) == {""}
     assert "DataDependentOutput" in results["control"], "transformers' own mask is read on the host"
