@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, PositiveInt
 
-from benchmarks.harness import Report
-from benchmarks.peers import embed_texts, read_lines
+from benchmarks.harness import Report, read_lines
+from benchmarks.peers import embed_texts
 from multicls.errors import run_command
 from multicls.measures import Array
 from multicls.sample import sample_model

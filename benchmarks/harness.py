@@ -120,3 +120,10 @@ def machine() -> str:
 def without_folders(word: str) -> str:
     """Returns an argument whose absolute path is cut to its last name: `a=/b/c` becomes `a=c`."""
     return re.sub(r"(^|=)/(?:[^/\s]+/)*", r"\1", word.rstrip("/"))
+
+
+def read_lines(path: Path) -> Any:
+    """Returns compressed JSON lines as a pandas table."""
+    import pandas as pd
+
+    return pd.read_json(path, lines=True, dtype=False)

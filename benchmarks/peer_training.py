@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import AutoModelForMaskedLM, AutoTokenizer, set_seed
 
-from benchmarks.harness import run
-from benchmarks.peers import read_lines
+from benchmarks.harness import read_lines, run
 from data_prep.sentences import split_paragraph
 from multicls.build import quiet_transformers
 

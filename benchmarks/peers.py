@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, PositiveInt
 
-from benchmarks.harness import Report, run
+from benchmarks.harness import Report, read_lines, run
 from multicls.corpus import MANIFEST
 from multicls.embeddings import embed
 from multicls.errors import UserError, run_command
@@ -107,11 +107,6 @@ def read_domain(source: Path, options: Options) -> Domain:
     draws = {n: random_draws(labelled, n, options.draws) for n in options.train_rows}
     folder = options.output / source.name
     return Domain(source.name, source / "docs.jsonl.gz", folder, rows, labelled, draws)
-
-
-def read_lines(path: Path) -> pd.DataFrame:
-    """Reads compressed JSON lines."""
-    return pd.read_json(path, lines=True, dtype=False)
 
 
 def prepare_corpus(domain: Domain, model: str) -> Path:

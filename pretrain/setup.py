@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
+        """Facts of the run that a checkpoint holds."""
         return {
             "ranks": dist.get_world_size(),
             "identity": self.identity,
@@ -108,8 +108,7 @@ def prepare(
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
 
     Raises:
-        UserError: Tokenizer and corpus do not match, the run folder holds another run or no whole checkpoint, or a
-            setting does not work here.
+        UserError: Tokenizer, corpus, run folder or a setting does not fit.
     """
     torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
     stop, end = StopRequest(settings.run.time_limit), on_rank_0(lambda: folder.end)
@@ -120,7 +119,6 @@ def prepare(
     else:
         on_rank_0(folder.refuse_foreign)
         model, tokenizer = build_model(settings.model, notes.append)
-    has_new_mlm_head = not settings.model.random_weights and MLM_HEAD in new_parts(model)
     streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
     settings, length = resolve_length(settings, streams["train"])
     device = torch.device("cuda" if uses_cuda() else "cpu")
@@ -130,13 +128,11 @@ def prepare(
     batch = batch_arithmetic(train, dist.get_world_size())
     completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
     check_with_deepspeed(completed, settings.config)
-    dropout = attention_dropout(model)
-    numbers = identity(settings, ds_config, precision, corpus.path, dropout)
+    numbers = identity(settings, ds_config, precision, corpus.path, attention_dropout(model))
     start_step = on_rank_0(lambda: folder.resume_step(numbers, train))
     if end and (end >= train.steps or not start_step):
         return None
     rows, lines = read_rows(settings, corpus, tokenizer, resumes=start_step > 0)
-    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     notes = [
         f"resuming from step {start_step}" if start_step else "fresh run",
         *notes,
@@ -145,9 +141,9 @@ def prepare(
         *on_rank_0(lambda: _note_on_micro_batches(folder, start_step, train.micro_batch_size)),
         *describe_machine(),
         *_notes_on_held_out(settings, streams["validation"]),
-        f"model: {parameters:.1f} M parameters, {precision}",
+        f"model: {count_parameters(model) / 1e6:.1f} M parameters, {precision}",
         *lines,
-        *_notes_on_objectives(settings, has_new_mlm_head),
+        *_notes_on_objectives(settings, model),
     ]
     return Setup(
         settings=settings,
@@ -246,6 +242,11 @@ def _prepare_topics(setup: Setup) -> tuple[TopicTable | None, list[str]]:
     return TopicTable.of(state), [line]
 
 
+def count_parameters(model: Any) -> int:
+    """Returns the number of weights of a model."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _notes_on_held_out(settings: PretrainSettings, held_out: ExampleStream) -> list[str]:
     """Returns a line on the validation split, and a warning if it is smaller than a group of negatives."""
     sources, group = held_out.corpus.validation_sources, settings.train.negatives_group
@@ -270,7 +271,7 @@ def _note_on_micro_batches(folder: RunFolder, step: int, size: Any) -> list[str]
     ]
 
 
-def _notes_on_objectives(settings: PretrainSettings, has_new_mlm_head: bool) -> list[str]:
+def _notes_on_objectives(settings: PretrainSettings, model: Any) -> list[str]:
     """Returns a line with the weights of the loss and chance, and a warning if a new MLM head drowns the others."""
     weights, train = settings.objective.in_use, settings.train
     terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
@@ -280,7 +281,8 @@ def _notes_on_objectives(settings: PretrainSettings, has_new_mlm_head: bool) -> 
         value = 2 * math.log(2 * group) if settings.num_parts == 3 else math.log(group)
         chance = f"; chance of mcqt is {value:.2f}"
     lines = [f"loss = {terms}{chance}"]
-    if has_new_mlm_head and weights.get("mlm", 0.0) > 0.1 * weights.get("mcqt", math.inf):
+    is_new = not settings.model.random_weights and MLM_HEAD in new_parts(model)
+    if is_new and weights.get("mlm", 0.0) > 0.1 * weights.get("mcqt", math.inf):
         lines.append(
             "warning: the checkpoint has no MLM head; the loss of a new one drowns MCQT, and the embeddings get worse. "
             "Set --objective.mlm to a tenth of --objective.mcqt, or to 0."
