@@ -62,7 +62,7 @@ class CompareOptions(RowSettings):
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Attributes:
         scores: Of each system by its name, the best first.

@@ -131,7 +131,7 @@ def test_copies_go_unless_they_are_to_stay(
 
 
 def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    """Of three files one is a copy: all numbers of the manifest and of the drops are those of plain loops."""
+    """One of three files is a copy: all numbers of the manifest and of the drops are those of plain loops."""
     stories = {"a": story(700, 1), "b": story(40, 4), "c": story(700, 1)}
     for name, text in stories.items():
         (tmp_path / f"{name}.txt").write_text(text)

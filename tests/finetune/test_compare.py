@@ -163,7 +163,7 @@ def test_a_fine_tuned_head_is_a_system(tmp_path: Path, tiny_bert: Path) -> None:
 
 
 def test_a_tuned_head_learns_scores_with_any_offset(tiny_bert: Path) -> None:
-    """The same outputs, moved, for labels x and 2000 + x."""
+    """Labels x and 2000 + x give outputs that differ by 2000."""
     texts = [(row["text"],) for row in sentences(24)]
     x = np.arange(24) % 2 + 0.1 * np.arange(24) / 24
     found = []

@@ -101,7 +101,7 @@ LACKING: list[tuple[str, str]] = [
 def test_a_multicls_model_saved_as_any_class_is_continued(
     tiny_bert: Path, tmp_path: Path, kind: str, line: str
 ) -> None:
-    """As its Trainer, sentence-transformers or `save_pretrained` leave it."""
+    """Trainer, sentence-transformers or `save_pretrained` wrote the checkpoint."""
     first, tokenizer = quietly(tiny_bert, num_facets=3)
     first.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -146,7 +146,7 @@ def test_topics_stay_with_the_corpus_they_are_of(tiny_bert: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("kind", "most"), [("bert", 64), ("roberta", 62)])
 def test_a_tokenizer_cuts_at_what_the_encoder_reads(kind: str, most: int, tmp_path: Path) -> None:
-    """Also where the checkpoint's tokenizer names no limit, as many on the Hub."""
+    """The limit is set where the checkpoint's tokenizer names none, as many on the Hub do."""
     save_encoder(kind, tmp_path)
     for limit, expected in ((None, most), (40, 40), (512, most)):
         theirs = hf.AutoTokenizer.from_pretrained(tmp_path)

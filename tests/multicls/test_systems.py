@@ -27,7 +27,7 @@ from multicls.systems import (
 def test_unseen_predictions_are_those_of_a_model_without_the_unit(
     shape: tuple[int, int], grouped: bool
 ) -> None:
-    """As refits of scikit-learn's ridge regression give, for more and for fewer rows than features."""
+    """They equal refits of scikit-learn's ridge regression, for more and for fewer rows than features."""
     generator = np.random.default_rng(0)
     features, weights = generator.normal(size=shape), generator.random(shape[0]) + 0.5
     targets = features[:, :2] + generator.normal(size=(shape[0], 2))

@@ -42,7 +42,7 @@ def curve(deepspeed: Any, case: Case) -> tuple[Tensor, Tensor, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_steps_equal_those_without(deepspeed: Any, precision: str) -> None:
-    """With dropout, masking, two micro-batches a step and some numbers of masked tokens.
+    """The steps have dropout, masking, two micro-batches and differing numbers of masked tokens.
 
     Padded masked positions change the order of some sums, which is all that differs.
     """
@@ -88,7 +88,7 @@ def test_each_shape_has_its_recording_and_too_many_run_without() -> None:
 
 
 def test_a_replay_that_differs_is_not_used() -> None:
-    """As one would whose dropout ignores the seed. The pass is then made again without a recording."""
+    """A recording whose dropout ignores the seed is dropped. The pass is then made again without a recording."""
     filled, calls, resets = torch.zeros(1000), list[int](), list[int]()
 
     def forgetful(inputs: dict[str, Tensor]) -> Tensor:

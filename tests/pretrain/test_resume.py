@@ -160,7 +160,7 @@ def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Pa
 def test_other_micro_batches_are_said_and_change_no_example(
     disturb: Fork, alone: Path, tmp_path: Path
 ) -> None:
-    """Where they cut a step decides the dropout masks, so that the weights are others."""
+    """Micro-batches of another size draw other dropout masks, so that the weights differ."""
     stop, folder = {"accident": "SIGTERM", "step": 2}, tmp_path / "run"
     assert disturb(folder, stop) == [[0]] and "micro_batch_size was" not in logs(folder)
     assert disturb(folder, {}, flags=("--micro_batch_size", "6")) == [[0]], logs(folder)

@@ -194,7 +194,7 @@ def selection_of(
 
 
 def test_the_baseline_is_the_base_models_own_embedding(tmp_path: Path) -> None:
-    """That of a checkpoint with [CLS] pooling is its [CLS]."""
+    """A checkpoint with [CLS] pooling has its [CLS] as the baseline."""
     generator = np.random.default_rng(0)
     noise = generator.normal(size=(60, 4))
     near = generator.normal(size=(20, 4))[DOCUMENTS] + 0.1 * noise
