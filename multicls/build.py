@@ -86,14 +86,7 @@ def build(
         if source is encoder or not source.num_facets:
             tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
         tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_tokens)
-        if random_weights:
-            model: Any = MultiClsForPreTraining(config)
-            new = {name for name, _ in model.named_parameters() if ".encoder." not in name}
-        elif source is encoder:
-            model = MultiClsForPreTraining(config)
-            new = _copy_weights(model, checkpoint, revision)
-        else:
-            model, new = _continued(config, source, checkpoint, revision)
+        model, new = _with_weights(config, source, checkpoint, revision, random_weights)
         rows = max(len(tokenizer), config.vocab_size)
         # A multiple of 64 rows, so that 16-bit matrix products are aligned.
         model.resize_token_embeddings(rows, 64, mean_resizing=False)
@@ -106,6 +99,23 @@ def build(
             _keep_embedding(model, source, checkpoint, revision, report)
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
+
+
+def _with_weights(
+    config: MultiClsConfig,
+    source: Any,
+    checkpoint: str,
+    revision: str | None,
+    random_weights: bool,
+) -> tuple[Any, set[str]]:
+    """Returns a model with the weights of a checkpoint of configuration `source`, and the names of its new weights."""
+    if random_weights:
+        model = MultiClsForPreTraining(config)
+        return model, {name for name, _ in model.named_parameters() if ".encoder." not in name}
+    if isinstance(source, MultiClsConfig):
+        return _continued(config, source, checkpoint, revision)
+    model = MultiClsForPreTraining(config)
+    return model, _copy_weights(model, checkpoint, revision)
 
 
 def _keep_embedding(

@@ -13,6 +13,7 @@ picture, RUN/first_look.png, also has the losses on held-out text.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,33 @@ def draw(path: Path, recalls: pd.DataFrame | None, records: Sequence[dict[str, A
     figure.savefig(path, dpi=110)
 
 
+def embed_before_and_after(
+    models: Sequence[tuple[Any, Any]], trained: tuple[Any, Any], texts: Any, length: int
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Returns the embeddings of texts before and after, by part.
+
+    Args:
+        models: Models before the pretraining with their tokenizers; a later one's embeddings replace an earlier one's.
+        trained: The encoder after it, and its tokenizer.
+    """
+    device = "cuda" if uses_cuda() else "cpu"
+    before, after = dict[str, Array](), dict[str, Array]()
+    begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
+    # Topics come from the corpus, not from the training: the model before has the same.
+    topics = trained[0].topics.to(device) if trained[0].topics is not None else None
+    for found, encoder, tokenizer in [*begun, (after, *trained)]:
+        found |= embed_rows(
+            encoder.eval().to(device),
+            tokenizer,
+            texts,
+            max_length=length,
+            num_facets=encoder.config.num_facets,
+            device=device,
+            topics=topics,
+        )
+    return before, after
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table and draws the picture."""
     options = parse(Options, argv, prog="tools/first_look.py", doc=__doc__)
@@ -134,26 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_facets = (True,) if settings.model.random_weights else (True, False)
     models = [model_before(folder, facets) for facets in with_facets]
     trained = (AutoModel.from_pretrained(hf), AutoTokenizer.from_pretrained(hf))
-    device = "cuda" if uses_cuda() else "cpu"
-
-    def parts(texts: Any, length: int) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Returns the embeddings before and after, by part."""
-        before, after = dict[str, Array](), dict[str, Array]()
-        begun = [(before, model.multicls, tokenizer) for model, tokenizer in models]
-        # Topics come from the corpus, not from the training: the model before has the same.
-        topics = trained[0].topics.to(device) if trained[0].topics is not None else None
-        for found, encoder, tokenizer in [*begun, (after, *trained)]:
-            found |= embed_rows(
-                encoder.eval().to(device),
-                tokenizer,
-                texts,
-                max_length=length,
-                num_facets=encoder.config.num_facets,
-                device=device,
-                topics=topics,
-            )
-        return before, after
-
+    parts = partial(embed_before_and_after, models, trained)
     passages = read_passages(corpus, settings.data.validation_fraction, trained[1])
     followed = len(passages.queries)
     few = f"{len(passages.texts)} passages of {TOKENS} tokens are held out, {followed} with a next one: too few"
