@@ -17,7 +17,7 @@ from multicls.files import atomic_write, read_json, sha256_of
 from multicls.measures import Array
 
 # What is compared by default: parts side by side, each of which weighs the same.
-EMBEDDINGS = ("mean", "cls", "facets", "mean+topics", "facets+topics")
+EMBEDDINGS = ("mean", "cls", "facets", "mean+topics", "mean+facets+topics")
 MOST_TOKENS = 256  # by default; most of what an encoder knows of a text is in its beginning
 BATCH = 32  # texts of a forward pass
 CHUNK = 1000  # texts that the tokenizer reads at a time

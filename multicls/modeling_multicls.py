@@ -36,7 +36,7 @@ from transformers.utils import can_return_tuple
 from .configuration_multicls import MultiClsConfig
 
 IGNORE_INDEX = -100  # label of positions without a target
-OBJECTIVES = ("mlm", "tfidf", "so", "mcqt")
+OBJECTIVES = ("mlm", "tfidf", "so", "mcqt", "anchor")
 PACKED_ATTENTION = ("varlen", "flash_attention_2")  # implementations that read packed sequences
 UNPADDING = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")  # tested
 
@@ -299,24 +299,22 @@ class MultiClsModel(MultiClsPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Returns an embedding of each sequence, (B, D), pooled and normalised as the configuration says.
-
-        It is that of [CLS], or the mean of the last hidden states without facets and padding.
-        """
+        """Returns an embedding of each sequence, (B, D), pooled and normalised as the configuration says."""
         outputs = self(
             input_ids, attention_mask, token_type_ids, with_topics=False, return_dict=True
         )
-        hidden_BLD = outputs.last_hidden_state
-        if self.config.pooling == "cls":
-            pooled_BD = hidden_BLD[:, 0]
-        else:
-            kept_BL = torch.ones_like(input_ids)
-            if attention_mask is not None:
-                kept_BL = attention_mask.clone()
-            kept_BL[:, self.config.facet_slice] = 0
-            sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
-            pooled_BD = sums_BD / kept_BL.sum(dim=1, keepdim=True)
+        mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        pooled_BD = self.pool(outputs.last_hidden_state, mask_BL)
         return F.normalize(pooled_BD, dim=-1) if self.config.normalize else pooled_BD
+
+    def pool(self, hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Returns the last hidden state of [CLS], or the mean of those that are no facets or padding, (B, D)."""
+        if self.config.pooling == "cls":
+            return hidden_BLD[:, 0]
+        kept_BL = mask_BL.clone()
+        kept_BL[:, self.config.facet_slice] = 0
+        sums_BD = torch.einsum("bl,bld->bd", kept_BL.to(hidden_BLD.dtype), hidden_BLD)
+        return sums_BD / kept_BL.sum(dim=1, keepdim=True)
 
     @can_return_tuple
     def forward(
@@ -485,6 +483,7 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
         tfidf_labels: Tensor | None = None,
         so_labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
+        anchor_targets: Tensor | None = None,
         group_size: int | None = None,
         normalizers: Mapping[str, Tensor | float] | None = None,
         objectives: Collection[str] | None = None,
@@ -501,6 +500,7 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
             tfidf_labels: (B, L - K) targets in 0..10, without the facet positions; padding does not count.
             so_labels: (B,) 1 = the segments are swapped, 0 = in order, -100 = the part has one segment.
             masked_positions: (M,) ascending label indices in the flattened batch; None: the host waits for the device.
+            anchor_targets: (B, D) embeddings that the model's own is held to; the loss is the mean of 1 - cosine.
             group_size: n, the examples that are each other's negatives in MCQT; None: all examples are one group.
             normalizers: Divisors of the summed "mlm", "tfidf" and "so" losses; None: their numbers of terms here.
             objectives: Those of `OBJECTIVES` to compute; None: all.
@@ -528,6 +528,10 @@ class MultiClsForPreTraining(MultiClsForMaskedLM):
         if "so" in wanted:
             heads["so_logits"] = self.order(self.multicls.facet_states(hidden_BLD))
             losses["so"] = _cross_entropy(heads["so_logits"], so_labels, count("so"))
+        if "anchor" in wanted and anchor_targets is not None:
+            mask = torch.ones_like(hidden_BLD[..., 0]) if attention_mask is None else attention_mask
+            own_BD = _fp32(self.multicls.pool(hidden_BLD, mask))
+            losses["anchor"] = 1 - F.cosine_similarity(own_BD, _fp32(anchor_targets)).mean()
         computed = {name: loss for name, loss in losses.items() if loss is not None}
         loss = torch.stack(list(computed.values())).sum() if computed else None
         return MultiClsForPreTrainingOutput(loss=loss, losses=computed, **encoded, **heads)

@@ -158,7 +158,7 @@ def build_model(
     from multicls.sample import SAMPLE, sample_model
 
     checkpoint = str(sample_model()) if model.checkpoint == SAMPLE else model.checkpoint
-    fields = model.model_dump(exclude={"checkpoint", "num_topics"})
+    fields = model.model_dump(exclude={"checkpoint", "num_topics", "teacher"})
     if not facets:
         fields |= {"num_facets": None, "facet_layers": None}
     return build(checkpoint, **fields, report=report)

@@ -3,6 +3,7 @@
     RUN/settings.yaml, ds_config.json, env.json    what runs; settings.yaml is written first
     RUN/model/                                     configuration and tokenizer
     RUN/checkpoints/step_00010000/{DeepSpeed's files, meta.json, COMPLETE}
+    RUN/anchor/, topics.safetensors                computed before the first step, if the run has them
     RUN/metrics.jsonl, tb/                         records
     RUN/probe.npz, probe.json, best.json, before/  what the probe compares with, and the best step
     RUN/hf/, DONE or STOPPED                       the exported model, and how the run ended
@@ -25,7 +26,7 @@ from pretrain.settings import TrainSettings, lr_at
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETE = "COMPLETE"  # in a checkpoint; written last
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
-FORMAT = 8  # of a checkpoint
+FORMAT = 9  # of a checkpoint
 LENGTH = ("train.steps", "train.warmup_ratio", "train.decay_ratio")
 
 
@@ -39,6 +40,7 @@ class RunFolder:
     model = property(lambda self: self.path / "model")
     checkpoints = property(lambda self: self.path / "checkpoints")
     topics = property(lambda self: self.path / "topics.safetensors")  # state of a `TopicTable`
+    anchor = property(lambda self: self.path / "anchor")  # embeddings of the passages of the run
     metrics = property(lambda self: self.path / "metrics.jsonl")
     baseline = property(lambda self: self.path / "probe.npz")  # the probe's values at step 0
     plan = property(lambda self: self.path / "probe.json")  # which rows the probe reads

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = RunFolder(Path(settings.run.output_dir))
     if settings.status:
         print(folder.status())
-        return 0 if folder.end else UNFINISHED
+        return 0 if folder.done.exists() else UNFINISHED
     ds_config = load_deepspeed_config(settings.config)
     if not ds_config.get("zero_optimization", {}).get("stage"):  # DeepSpeed would check no gradient
         raise UserError(f"{settings.config}: zero_optimization.stage: pretraining takes 1, 2 or 3.")
@@ -129,10 +129,10 @@ def run(
         stack.enter_context(folder.disk_errors_reported())
         setup = prepare(settings, ds_config, Corpus(corpus), folder)
         if setup:
-            engine, observers = start(deepspeed, setup)
+            engine, observers, anchor = start(deepspeed, setup)
             for observer in observers:
                 stack.callback(observer.close)
-            Trainer(setup, engine, observers).run()
+            Trainer(setup, engine, observers, anchor).run()
         elif dist.get_rank() == 0:
             print(f"already finished at step {folder.end}")
     if dist.get_rank() == 0 and folder.done.exists():

@@ -242,8 +242,9 @@ class Selection(Observer):
         # Weights that are not finite have embeddings that are not.
         finite = {part: np.nan_to_num(x, posinf=0.0, neginf=0.0) for part, x in parts.items()}
         scores = self._measure.scores(finite)
+        own = finite[self._reference]
         if step == 0:
-            write_scores(self._folder.baseline, scores)
+            write_scores(self._folder.baseline, scores, own)
             write_json(self._folder.plan, {"hash": self._rows.hash})
         if not self.first:
             self.first = read_scores(self._folder.baseline)
@@ -254,7 +255,7 @@ class Selection(Observer):
                 self.best = Best(**fields | {"change": Difference(**fields["change"])})
         self._is_best = self._take(step, scores)
         self.history.append(max(self.scores.values()))
-        metrics: dict[str, float] = {}
+        metrics = {"probe/cosine_to_start": mean_cosine(own, read_own(self._folder.baseline))}
         for name, change in self.last.items():
             metrics[f"probe/{name}"] = self.scores[name]
             metrics[f"probe/{name}_change"] = change.mean
@@ -353,14 +354,26 @@ class Selection(Observer):
         return lines
 
 
-def write_scores(path: Path, scores: Mapping[str, Scores]) -> None:
-    """Writes the values of embeddings, by name."""
-    arrays = dict[str, Array]()
+def mean_cosine(embeddings: Array, before: Array) -> float:
+    """Returns the mean cosine of the embeddings of rows, (..., D), with those before training."""
+    lengths = np.linalg.norm(embeddings, axis=-1) * np.linalg.norm(before, axis=-1)
+    return float(((embeddings * before).sum(axis=-1) / np.maximum(lengths, 1e-12)).mean())
+
+
+def write_scores(path: Path, scores: Mapping[str, Scores], own: Array) -> None:
+    """Writes the values of embeddings, by name, and the model's own embedding of the rows."""
+    arrays = {"own": own}
     for name, found in scores.items():
         arrays |= {f"{name} folds": found.folds, f"{name} draws": found.draws}
         arrays |= {f"{name} units": found.units, f"{name} train": np.array(found.train_rows)}
     with atomic_write(path, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def read_own(path: Path) -> Array:
+    """Returns the model's own embedding of the rows that `write_scores` has written."""
+    with np.load(path, allow_pickle=False) as saved:
+        return np.asarray(saved["own"])
 
 
 def read_scores(path: Path) -> dict[str, Scores]:

@@ -31,6 +31,10 @@ class ModelSettings(Settings):
     mcqt_lambda: float = Field(0.1, ge=0, le=1, description="weight of the best facet pair in MCQT")
     mcqt_scale: float = Field(1.0, gt=0, description="factor of MCQT's scores; the paper's: 1")
     hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
+    teacher: str | None = Field(
+        None,
+        description="folder or Hub id of a SentenceTransformer that the anchor takes instead of the model itself",
+    )
     num_topics: int = Field(
         0, ge=0, description="T, topics of the corpus that the exported model puts beside the mean"
     )
@@ -58,6 +62,12 @@ class ObjectiveSettings(Settings):
     tfidf: float = Field(1.0, ge=0, description="weight of the loss: TF-IDF of each token")
     so: float = Field(1.0, ge=0, description="weight of the loss: order of a part's two segments")
     mcqt: float = Field(1.0, ge=0, description="weight of the loss: which part follows which")
+    anchor: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the loss: distance of the model's own embedding from that before training, or from "
+        "the teacher's",
+    )
 
     @property
     def in_use(self) -> dict[str, float]:
@@ -77,7 +87,11 @@ class TrainSettings(Settings):
     seed: int = Field(1, ge=0, description="seed of weights, order of the text, masking, dropout")
     tokens: float = Field(0, ge=0, description="length of the run in text tokens")
     epochs: float = Field(0, ge=0, description="length of the run in passes over the text")
-    steps: int = Field(0, ge=0, description="length of the run in optimizer steps")
+    steps: int = Field(
+        0,
+        ge=0,
+        description="length of the run in optimizer steps; 0: none, topics are all that is added",
+    )
     global_batch_size: PositiveInt = Field(10, description="examples of a step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
         "auto", description="examples of a forward pass; auto: largest with at most 32,768 tokens"
@@ -123,7 +137,8 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if sum(map(bool, (self.tokens, self.epochs, self.steps))) != 1:
+        lengths = sum(map(bool, (self.tokens, self.epochs, self.steps)))
+        if lengths > 1 or (not lengths and "steps" not in self.model_fields_set):
             raise ValueError("set one of epochs, steps and tokens to more than 0, for the length")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             raise ValueError("warmup_ratio and decay_ratio are more than the whole run")
@@ -218,6 +233,19 @@ class PretrainSettings(RecipeOptions):
     run: RunSettings = RunSettings()
     probe: ProbeSettings = ProbeSettings()
 
+    @model_validator(mode="after")
+    def _has_an_anchor(self) -> Self:
+        is_held, teacher = self.objective.anchor > 0, self.model.teacher
+        if teacher and not is_held:
+            raise ValueError(
+                "model.teacher: nothing follows it; set objective.anchor, for instance to 5"
+            )
+        if is_held and self.model.random_weights and not teacher:
+            raise ValueError(
+                "objective.anchor: random weights have no embedding to keep; set model.teacher, or 0"
+            )
+        return self
+
     @property
     def num_parts(self) -> int:
         """P, the consecutive sequences of an example."""
@@ -282,6 +310,10 @@ def resolve_length(
         UserError: A pass over the training `stream` has fewer examples than a group of negatives.
     """
     train, examples, tokens = settings.train, stream.examples_per_epoch, stream.num_tokens
+    if not (train.tokens or train.epochs or train.steps):
+        return settings, [
+            "length: no step; the model before training gets the topics of the corpus"
+        ]
     if examples < train.negatives_group:
         raise UserError(
             f"{stream.corpus.path}: too small: its {tokens:,} training tokens give {examples} examples, and a group "

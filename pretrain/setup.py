@@ -32,6 +32,7 @@ from multicls.optim import choose_precision
 from multicls.settings import to_yaml
 from multicls.tokenization import facet_ids
 from multicls.topics import fit_topics
+from pretrain.anchor import Anchor, prepare_anchor
 from pretrain.engine import (
     Engine,
     attention_dropout,
@@ -143,7 +144,7 @@ def prepare(
         *_notes_on_held_out(settings, streams["validation"]),
         f"model: {count_parameters(model) / 1e6:.1f} M parameters, {precision}",
         *lines,
-        *_notes_on_objectives(settings, model),
+        *(_notes_on_objectives(settings, model) if train.steps else []),
     ]
     return Setup(
         settings=settings,
@@ -161,8 +162,8 @@ def prepare(
     )
 
 
-def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer]]:
-    """Describes the run in its folder, loads its checkpoint if there is one, and returns what trains and what follows.
+def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer], Anchor | None]:
+    """Describes the run in its folder, loads its checkpoint if there is one, and returns what the trainer needs.
 
     Raises:
         UserError: The folder reports more steps than it has checkpoints for, or cannot be written.
@@ -170,6 +171,15 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer]]:
     settings, folder, step = setup.settings, setup.folder, setup.start_step
     on_rank_0(lambda: _describe(setup))
     topics, lines = _prepare_topics(setup)
+    build_base = partial(build_model, settings.model, facets=False)
+    anchor = prepare_anchor(
+        folder.anchor,
+        settings,
+        setup.streams["train"],
+        setup.tokenizer,
+        build_base,
+        is_new=not step,
+    )
     engine, loaded = _start_engine(deepspeed, setup)
     console = Console(folder, step, settings.train.steps)
     for note in [*setup.notes, *lines, *loaded]:
@@ -181,7 +191,7 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer]]:
             settings,
             setup.rows,
             setup.tokenizer,
-            untouched=None if is_random else partial(build_model, settings.model, facets=False),
+            untouched=None if is_random else build_base,
             reference=setup.model.config.pooling,
             topics=topics if settings.probe.file else None,
             report=console.on_line,
@@ -189,7 +199,7 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer]]:
         observers.append(selection)
     if settings.run.profile:
         observers.append(Profile(folder, settings.run.profile))
-    return engine, observers
+    return engine, observers, anchor
 
 
 def _start_engine(deepspeed: Any, setup: Setup) -> tuple[Engine, list[str]]:

@@ -19,6 +19,7 @@ from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import print_stderr
 from multicls.files import read_json, write_json
 from multicls.optim import dropout_seed
+from pretrain.anchor import Anchor
 from pretrain.batches import MicroBatch, load_steps, prefetch_to
 from pretrain.engine import Engine
 from pretrain.export import EXPORT_INFO, write_model
@@ -172,8 +173,14 @@ class NonFiniteGuard:
 class Trainer:
     """The loop of one run on one rank."""
 
-    def __init__(self, setup: Setup, engine: Engine, observers: Sequence[Observer]) -> None:
-        self.setup, self.engine, self.observers = setup, engine, observers
+    def __init__(
+        self,
+        setup: Setup,
+        engine: Engine,
+        observers: Sequence[Observer],
+        anchor: Anchor | None = None,
+    ) -> None:
+        self.setup, self.engine, self.observers, self.anchor = setup, engine, observers, anchor
         self.settings, self.folder = setup.settings, setup.folder
         self.guard = NonFiniteGuard(engine, self.settings.train.skip_nonfinite)
         self.sums = MetricSums()
@@ -191,7 +198,8 @@ class Trainer:
         """Trains to the end and exports, or until a stop request; marks the run folder."""
         start, stop, steps = self.setup.start_step, self.setup.stop, self.settings.train.steps
         batches = self._load(range(start, steps))
-        on_device = prefetch_to(self.engine.device, batches)
+        with_targets = self.anchor.add_to_steps(batches) if self.anchor else batches
+        on_device = prefetch_to(self.engine.device, with_targets)
         with stop.listening(), closing(batches):
             self._begin(start)
             for step in range(start, steps):
@@ -288,7 +296,9 @@ class Trainer:
         self._report(f"checkpoint of step {step}: {size / 1e6:.0f} MB in {seconds:.1f} s")
 
     def _validate(self, done: int) -> None:
-        values = evaluate(self.engine, self.settings, self.setup.streams["validation"])
+        values = dict[str, float]()
+        if self.settings.train.steps:  # a run without steps needs no examples
+            values = evaluate(self.engine, self.settings, self.setup.streams["validation"])
         warnings = [f"warning: {problem}" for problem in collapses(values)]
         for observer in self.observers:
             values |= observer.measure(self.engine, done)
@@ -345,7 +355,7 @@ class Trainer:
             state |= observer.on_end()
         self._export(step)
         on_rank_0(lambda: write_json(self.folder.done, state))
-        self._report(f"done: checkpoint at step {step}")
+        self._report(f"done: checkpoint at step {step}" if step else "done: nothing was trained")
 
     def _report(self, *lines: str) -> None:
         for line in lines:

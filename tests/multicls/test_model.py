@@ -132,6 +132,7 @@ def test_leaving_out_the_padding_changes_nothing(
     padding = torch.tensor(config.pad_token_id)
     inputs["input_ids"] = torch.randint(5, 50, (12, 20)).where(mask.bool(), padding)
     inputs["labels"] = inputs["labels"].where(mask.bool(), -100)
+    inputs["anchor_targets"] = torch.randn(12, config.hidden_size)
     model = MultiClsForPreTraining(config).eval()
 
     def losses_and_gradients(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

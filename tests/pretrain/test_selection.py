@@ -26,7 +26,7 @@ from pretrain.folder import RunFolder
 from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
 from tests.encoders import WORDS as CORPUS_WORDS
-from tests.pretrain.conftest import Fork, logs, records
+from tests.pretrain.conftest import Fork, Launch, logs, records
 from tools import first_look
 
 WORDS = ("river", "city", "music", "war", "church")
@@ -155,6 +155,28 @@ def test_no_better_step_exports_the_model_before(
     (folder / "topics.safetensors").unlink()
     assert torch.equal(exported(**inputs).topics, topics(inputs["input_ids"]))
     assert float(topics(inputs["input_ids"]).norm()) > 0.1
+
+
+def test_a_run_without_steps_adds_topics(
+    launch: Launch, rows: str, tiny_bert: Path, tmp_path: Path
+) -> None:
+    """Nothing is trained, also by the same command again, and no examples are needed."""
+    folder = tmp_path / "run"
+    flags = ("--recipe", "topics", *flags_of(rows), "--model.random_weights", "false")
+    flags += ("--model.num_topics", "8", "--data.seq_length", "32", "--micro_batch_size", "15")
+    first = launch(folder, *flags)
+    for done in (first, launch(folder, *flags)):
+        assert done.returncode == 0 and "done: nothing was trained" in done.stdout, done.stderr
+    assert launch(folder, *flags, "--status").stdout == "finished at step 0\n"
+    assert not (folder / "checkpoints").exists()
+    exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
+    theirs = base.state_dict()
+    ours = {k.removeprefix("encoder."): w for k, w in exported.state_dict().items()}
+    assert all(torch.equal(ours[name][: len(w)], w) for name, w in theirs.items())
+    assert exported.topics.table.shape[1] == 8 and exported.topics.idf.any()
+    (record,) = probes(folder)
+    assert record["probe/mean+topics"] > 0 and record["probe/cosine_to_start"] > 0.999
+    assert "probe/facets" not in record
 
 
 def test_a_milestone_that_a_stop_left_is_exported_once_its_validation_has_chosen(

@@ -57,6 +57,7 @@ PAPER = {
     "train.warmup_ratio": 0.001,
     "train.weight_decay": 0.02,
     "train.max_grad_norm": 1.0,
+    "objective.anchor": 0.0,
     **{f"objective.{name}": 1.0 for name in ("mlm", "tfidf", "so", "mcqt")},
 }
 
@@ -78,7 +79,8 @@ def test_base_is_the_paper_s() -> None:
         ([f"--objective.{name}=0" for name in ("mlm", "tfidf", "so", "mcqt")], "objective"),
         (["--epochs", "1", "--steps", "9"], "set one of epochs, steps and tokens"),
         (["--train.schedule", "wsd", "--train.decay_ratio", "1"], "more than the whole run"),
-        (["--steps", "0"], "set one of epochs, steps and tokens to more than 0"),
+        (["--model.teacher", "t"], "nothing follows it; set objective.anchor"),
+        (["--objective.anchor", "5", "--model.random_weights"], "no embedding to keep"),
     ],
 )
 def test_wrong_settings_are_named(flags: list[str], message: str) -> None:
