@@ -1,8 +1,9 @@
 """README and docs/ do what they say: their commands are run, the site is whole, the generated page is current.
 
-Each bash and Python block of the pages in `SHOWN` is run, in this order, in a copy of the repository. A block with a
-title is a file to write, a diff is a change to make. `<!-- not run: reason -->` before a block leaves it out. Of the
-commands on other pages, the flags are checked.
+Each bash and Python block of the pages in `SHOWN` is run, in this order, in a copy of the repository, by a shell that
+refuses unset variables. A block with a title is a file to write, a diff is a change to make. `<!-- not run: reason -->`
+before a block leaves it out. The flags of all commands are checked, and so is the language: short sentences, few
+numbers, no hashes, narrow code, and a ceiling of words.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from multicls import __version__
 from multicls.files import REPOSITORY
 from tests.processes import completed
 
@@ -30,15 +32,12 @@ COMMAND = re.compile(
 BATCH = {"pretrain": "pretrain/run.py", "finetune_array": "finetune/grid.py"}
 BATCH["data_prep"] = "data_prep/run.py"
 SHORTER = [  # words of commands that would take minutes
-    ("own_text/corpus --epochs 1", "own_text/corpus --steps 2 --run.eval_examples 6"),
+    ("own_text/corpus \\\n    --epochs 1", "own_text/corpus --steps 2 --run.eval_examples 6"),
     ("--run.eval_examples 3", "--run.eval_examples 3 --data.num_workers 0"),
     ("--epochs 2", "--max_steps 4"),
-    ('"gensim", "matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn")', '"gensim")'),
-    (
-        "own/corpus --probe_file",
-        "own/corpus --steps 2 --run.eval_examples 6 --run.keep_best null --probe_file",
-    ),
-    ("--max_steps 20", "--max_steps 2"),
+    ('"dask gensim matplotlib networkx numpy pandas scipy sklearn"', '"dask gensim"'),
+    ("finetune/compare.py ", "finetune/compare.py --repeats 1 "),
+    ("corpus \\\n    --probe_file", "corpus --steps 2 --run.eval_examples 6 --probe_file"),
     ("--step 40", "--step 2"),
 ]
 SHORTER_RECIPE = [("steps: 40\n", "steps: 2\n"), ("examples: 30\n", "examples: 6\n")]
@@ -91,11 +90,12 @@ def run_block(block: re.Match[str], page: str, folder: Path) -> str:
         return ""
     text = shorter(block["text"], SHORTER)
     shell = ["bash", "-euxo", "pipefail"] if block["language"] == "bash" else [sys.executable]
-    tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env = {name: value for name, value in os.environ.items() if name != "MULTICLS_DATA"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(
         [*shell, "-c", text],
         cwd=folder,
-        env=os.environ | tools | {"HF_MODULES_CACHE": str(folder / "build/modules")},
+        env=env | {"HF_MODULES_CACHE": str(folder / "build/modules")},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,12 +112,11 @@ def run_block(block: re.Match[str], page: str, folder: Path) -> str:
     "pages", [pytest.param(pages, marks=pytest.mark.xdist_group(pages[0])) for pages in SHOWN]
 )
 def test_commands_of_pages_run(pages: tuple[str, ...], copy: Path) -> None:
-    output, has_data = "", "MULTICLS_DATA" in os.environ
+    output = ""
     for page in pages:
         blocks = [b for b in BLOCK.finditer((REPOSITORY / page).read_text()) if not b["reason"]]
-        to_run = [b for b in blocks if has_data or "MULTICLS_DATA" not in b["text"]]
-        assert to_run, f"no command of {page} is found"
-        output += "".join(run_block(block, page, copy) for block in to_run)
+        assert blocks, f"no command of {page} is found"
+        output += "".join(run_block(block, page, copy) for block in blocks)
     for text in SHOWN[pages]:
         assert text in output, f"{text!r} is not in\n{output[-9000:]}"
 
@@ -159,7 +158,8 @@ def test_the_site_is_whole(site: Path) -> None:
     assert not problems_of(site)
     texts = {path.stem: path.read_text("utf-8") for path in (site / "build/site").glob("*.html")}
     pages = {path.stem for path in (site / "docs").glob("*.md")}
-    assert texts.keys() - {"404"} == pages and "make demo" in texts["index"]
+    assert texts.keys() - {"404"} == pages and "Does it help?" in texts["index"]
+    assert f"multicls {__version__}" in texts["index"], "the footer has the version"
     listed = (site / "zensical.toml").read_text("utf-8")
     assert not [page for page in pages if f'"{page}.md"' not in listed], "each page is in the menu"
     loaded = r'<(?:script|img|source|link rel="stylesheet")[^>]+(?:src|href)="?(?:https?:)?//'
@@ -167,13 +167,13 @@ def test_the_site_is_whole(site: Path) -> None:
 
 
 def test_links_of_pages_and_readme_lead_somewhere(site: Path) -> None:
+    def included(found: re.Match[str]) -> str:
+        text, name = (site / found[1]).read_text("utf-8"), found[2]
+        return text.partition(f"[start:{name}] -->")[2].split(" [end:")[0] if name else text
+
     for page in (site / "docs").glob("*.md"):  # links of included text are not checked
-        text = re.sub(
-            r'--8<-- "(.*?\.md).*"',
-            lambda found: (site / found[1]).read_text("utf-8").split("<!-- --8<-- [end")[0],
-            page.read_text("utf-8"),
-        )
-        images = re.findall(r"\bimages/[\w.]+", text)
+        text = re.sub(r'--8<-- "(.*?\.md):?(.*)"', included, page.read_text("utf-8"))
+        images = re.findall(r"\bimages/[\w.-]+", text)
         assert not [image for image in images if not (site / "docs" / image).exists()], page.name
         page.write_text(text)
     assert not problems_of(site)
@@ -183,6 +183,85 @@ def test_links_of_pages_and_readme_lead_somewhere(site: Path) -> None:
     for broken in ("[page](gone.md)", "[place](faq.md#gone)"):  # the control
         (site / "docs" / "model.md").write_text(broken)
         assert "does not exist" in problems_of(site)
+
+
+FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NOT_PROSE = re.compile(r"<!--.*?-->|<picture>.*?</picture>", re.DOTALL)
+MADE = re.compile(r"<!-- reasons.*?<!-- end of reasons -->", re.DOTALL)  # by a command
+HASH = re.compile(r"\b(?=[a-f\d]*[a-f])(?=[a-f\d]*\d)[a-f\d]{7,40}\b")
+WRITTEN = [page for page in ALL_PAGES if not page.endswith("settings.md")]
+
+
+def text_of(page: str) -> str:
+    """Returns a page without what a command has written into it."""
+    return MADE.sub("", (REPOSITORY / page).read_text("utf-8"))
+
+
+def sentences(text: str) -> list[str]:
+    """Returns the sentences of a page: no code, tables, headings, images, and lines of how to reproduce a table."""
+    text = NOT_PROSE.sub("", FENCE.sub("", text))
+    text = re.sub(r"^(?:[|#]|!\[|\[[\w-]+\]: |Reproduce: |--8<--).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    text = re.sub(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text)
+    text = re.sub(r"<[^>]+>|\*", "", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d+\. )", text)
+    parts = (re.split(r"(?<=[.!?])\)?\s+(?=\W*[A-Z\d])", part) for part in paragraphs)
+    return [" ".join(part.split()) for found in parts for part in found if part.strip()]
+
+
+def faults(text: str, words: int, numbers: int) -> list[str]:
+    """Returns what breaks the rules of pages.
+
+    Args:
+        words: Most words of a sentence.
+        numbers: Most numbers of a sentence.
+    """
+    found = []
+    for sentence in sentences(text):
+        if sum(bool(re.search(r"\w", word)) for word in sentence.split()) > words:
+            found.append(f"a sentence of more than {words} words: {sentence}")
+        if len(re.findall(r"(?<![\w.:-])\d[\d.,]*", sentence)) > numbers:
+            found.append(f"more than {numbers} numbers: {sentence}")
+        if re.search(r"\btests/|\bseeds? \d", sentence):
+            found.append(f"a path of a test, or a seed: {sentence}")
+    prose = re.sub(r"\]\([^)]*\)|^Reproduce: .*", "", FENCE.sub("", text), flags=re.MULTILINE)
+    found += [f"a hash: {match[0]}" for match in HASH.finditer(prose)]
+    for language, code in FENCE.findall(text):
+        for line in code.splitlines():
+            if len(line) > 80:
+                found.append(f"code of more than 80 columns: {line}")
+            if language in ("bash", "python", "yaml") and re.search(r"^\s*[^#\s].*\s# ", line):
+                found.append(f"a comment behind a command: {line}")
+    return found
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_language_of_pages(page: str) -> None:
+    numbers = 2 if page == "README.md" else 3
+    assert not (found := faults(text_of(page), 25, numbers)), "\n".join(found)
+
+
+def test_language_of_a_bad_page_is_refused() -> None:
+    bad = "One two three\nfour [five six](x.md). 1 of 2, or 3.\n\nDone at 4bd0566, seed 1.\n\n"
+    bad += f"```bash\nmake demo  # two minutes\n{'x' * 81}\n```\n\nReproduce: `pytest tests/x.py`\n"
+    found = [fault.partition(":")[0] for fault in faults(bad, 5, 2)]
+    assert found == [
+        "a sentence of more than 5 words",
+        "more than 2 numbers",
+        "a path of a test, or a seed",
+        "a hash",
+        "a comment behind a command",
+        "code of more than 80 columns",
+    ]
+
+
+def test_pages_are_short() -> None:
+    words = {page: len(text_of(page).split()) for page in WRITTEN}
+    assert words.pop("README.md") <= 1000
+    assert words["docs/results.md"] <= 900
+    assert sum(words.values()) <= 14_000, words
+    news = (REPOSITORY / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1]
+    assert news.startswith("Unreleased") and len(news.split("\n")) <= 34, "30 lines and a heading"
 
 
 def test_settings_page_is_current() -> None:
