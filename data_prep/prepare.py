@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
-from itertools import chain, compress, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,11 @@ from data_prep.merge import (
     SHARD_BYTES,
     Merged,
     file_entry,
-    find_copies,
+    find_all_copies,
     is_rewritten,
     merge,
 )
+from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import Skipped, list_inputs
@@ -57,9 +58,10 @@ LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to ope
 UNITS_VERSION = 6  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
+MINHASH = "datasketch"
 # A key holds the files themselves instead.
-NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
-_OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
+NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer", "decontaminate"}
+_OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?(tokenizer|evaluation)-[0-9a-f]{12}\.(json|npy).*")
 
 
 class Job(NamedTuple):
@@ -68,6 +70,7 @@ class Job(NamedTuple):
     units: list[Unit]
     skipped: list[Skipped]
     tokenizer_files: dict[str, bytes]
+    evaluation: np.ndarray  # of `read_evaluation_rows`
     made_from: dict[str, Any]  # of the manifest
 
 
@@ -98,28 +101,25 @@ def prepare(
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
-            with atomic_write(tokenizer, "wb") as file:
-                file.write(job.tokenizer_files["tokenizer.json"])
-            fixed = options, work, tokenizer, shard_tokens
             workers = min(options.workers or _count_cores(), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
-                    calls = [(unit, *fixed) for unit in job.units]
-                    folders = [work / unit.key for unit in job.units]
-                    changed = _build(calls, [not folder.exists() for folder in folders], pool)
+                    changed = _build(job, options, work, shard_tokens, pool)
                     if not changed:
                         break
                     print_line(f"{changed}: changed while it was read; reading it again")
                     job = _describe_job(options, output, small_unit)
                 else:
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
-                copies = find_copies(folders, "duplicate_documents" in options.rules, pool)
-                lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
-                for folder in compress(folders, lost):
-                    shutil.rmtree(folder)
-                _build(calls, lost, pool)
-                size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
+                folders = [work / unit.key for unit in job.units]
+                is_dropped = "duplicate_documents" in options.rules
+                copies = find_all_copies(folders, is_dropped, options.near_duplicates, pool)
+                for folder, copied in zip(folders, copies, strict=True):
+                    if is_rewritten(folder, copied):  # if the input has changed since
+                        shutil.rmtree(folder)
+                _build(job, options, work, shard_tokens, pool)
+                tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
+                size = tokenizer.get_vocab_size(with_added_tokens=True)
                 merged = merge(folders, copies, output, size, shard_bytes, pool)
             _finish(output, job, merged)
             _remove_work(work)
@@ -143,17 +143,27 @@ def _count_cores() -> int:
     return cpu_count()
 
 
-def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> str:
-    """Builds the missing ones of the units, the largest first: then the workers end together.
+def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool: Pool) -> str:
+    """Builds the units that are missing, the largest first: then the workers end together.
 
     Returns the path of a file that has changed since it was listed, or "".
     """
-    changed = ""
-    missing = list(compress(calls, is_missing))
-    missing.sort(key=lambda call: -sum(file.size for file in call[0].files))
-    done = len(calls) - len(missing)
-    with progress_bar(len(calls), "unit", "build", initial=done, disable=not missing) as progress:
-        for _, path in run_all(build_unit, missing, pool):
+    missing = [unit for unit in job.units if not (work / unit.key).exists()]
+    if not missing:
+        return ""
+    settings, evaluation = job.made_from["settings"], None
+    tokenizer = work / f"tokenizer-{settings['tokenizer'][:12]}.json"
+    with atomic_write(tokenizer, "wb") as file:
+        file.write(job.tokenizer_files["tokenizer.json"])
+    if job.evaluation.size:
+        evaluation = work / f"evaluation-{settings['decontaminate'][:12]}.npy"
+        with atomic_write(evaluation, "wb") as file:
+            np.save(file, job.evaluation)
+    missing.sort(key=lambda unit: -sum(file.size for file in unit.files))
+    calls = [(unit, options, work, tokenizer, shard_tokens, evaluation) for unit in missing]
+    changed, done = "", len(job.units) - len(missing)
+    with progress_bar(len(job.units), "unit", "build", initial=done) as progress:
+        for _, path in run_all(build_unit, calls, pool):
             changed = changed or path
             progress.update()
     return changed
@@ -188,8 +198,17 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
+    evaluation, rows, short = read_evaluation_rows(options.decontaminate)
+    settings["decontaminate"] = hashlib.sha256(evaluation.tobytes()).hexdigest() if rows else ""
+    if rows:
+        print_line(
+            f"decontaminate: {count(rows, 'row')}; {short:,} have no cell of {SHORTEST_GRAM} words "
+            "and are not sought"
+        )
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
+    if options.near_duplicates != "keep":
+        packages[MINHASH] = _version_of_minhash()
     for name in ARRAYS:  # whose patch releases change no byte
         packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
@@ -205,7 +224,15 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
     print_line(f"input: {shape} in {count(len(units), 'unit')}")
-    return Job(units, skipped, tokenizer_files, identity | {"input": described})
+    made_from = identity | {"input": described}
+    return Job(units, skipped, tokenizer_files, evaluation, made_from)
+
+
+def _version_of_minhash() -> str:
+    try:
+        return metadata.version(MINHASH)
+    except metadata.PackageNotFoundError:
+        raise UserError(f"--near_duplicates: needs {MINHASH}; pip install {MINHASH}.") from None
 
 
 def _real_folder(path: str) -> str:

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 from email.message import EmailMessage, MIMEPart
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    Format,
-    Record,
-    SourceFile,
-    document,
-    known_encoding,
-    open_bytes,
-    register,
-    stem,
-    whole,
-)
+from data_prep.formats.base import Format, Record, SourceFile, document, known_encoding, open_bytes
 from data_prep.formats.web import visible_text
 from data_prep.ledger import Left, left, size
 from data_prep.settings import BuildOptions
@@ -43,7 +33,7 @@ def _mbox(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 
 def _eml(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
-    yield _message(file, 0, whole(file), settings)
+    yield _message(file, 0, base.whole(file), settings)
 
 
 def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions) -> Record:
@@ -62,7 +52,7 @@ def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions)
     if "markup" in settings.rules:
         out += [left("lines_quoted", quoted[0]) for quoted in _QUOTED.finditer(text)]
         text = _QUOTED.sub("", text)
-    title = str(message.get("Subject") or stem(file))
+    title = str(message.get("Subject") or base.stem(file))
     return document(file, number, title, text, layout="plain", left=tuple(out))
 
 
@@ -72,7 +62,7 @@ def _text_of(part: MIMEPart) -> str:
     return data.decode(encoding or "utf-8", "replace") if isinstance(data, bytes) else ""
 
 
-register(
+base.register(
     Format("mbox", _mbox, (".mbox",), r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "),
     Format(
         "eml",
