@@ -26,21 +26,12 @@ import xxhash
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from data_prep import merge
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.formats import FORMATS
 from data_prep.formats.base import SourceFile
 from data_prep.ledger import remedies
-from data_prep.merge import (
-    FREQUENCY,
-    PASSAGE,
-    SHARD_BYTES,
-    Merged,
-    file_entry,
-    find_all_copies,
-    is_rewritten,
-    merge,
-)
 from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
@@ -79,7 +70,7 @@ def prepare(
     *,
     small_unit: int = SMALL_UNIT,
     shard_tokens: int = SHARD_TOKENS,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = merge.SHARD_BYTES,
 ) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
@@ -113,14 +104,14 @@ def prepare(
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 folders = [work / unit.key for unit in job.units]
                 is_dropped = "duplicate_documents" in options.rules
-                copies = find_all_copies(folders, is_dropped, options.near_duplicates, pool)
+                copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
                 for folder, copied in zip(folders, copies, strict=True):
-                    if is_rewritten(folder, copied):  # if the input has changed since
+                    if merge.is_rewritten(folder, copied):  # if the input has changed since
                         shutil.rmtree(folder)
                 _build(job, options, work, shard_tokens, pool)
                 tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
-                merged = merge(folders, copies, output, size, shard_bytes, pool)
+                merged = merge.merge(folders, copies, output, size, shard_bytes, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -307,7 +298,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     return False
 
 
-def _finish(output: Path, job: Job, merged: Merged) -> None:
+def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     """Writes frequencies, samples and tokenizer files and, last, the manifest."""
     skipped = Counter(entry.reason for entry in job.skipped)
     drops = merged.drops.by_reason()
@@ -329,12 +320,12 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         )
     paths = [entry._asdict() for entry in sorted(job.skipped)]
     write_json(output / DROPPED, merged.drops.to_json() | {"skipped": paths})
-    with atomic_write(output / FREQUENCY, "wb") as file:
+    with atomic_write(output / merge.FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
-    names = [FREQUENCY, DROPPED, *job.tokenizer_files]
+    names = [merge.FREQUENCY, DROPPED, *job.tokenizer_files]
     if job.made_from["settings"]["keep_dropped"]:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
@@ -352,7 +343,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         "format_version": FORMAT_VERSION,
         **sum(sources.values(), Counter[str]()),
         "sources": dict(sorted(sources.items())),
-        "passage_tokens": PASSAGE,  # a document of the document frequencies has about as many
+        "passage_tokens": merge.PASSAGE,  # a document of the document frequencies has about as many
         "hub_datasets": {file.source: file.hub for file in files if file.hub},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
@@ -362,7 +353,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             "dtype": "uint16" if size <= 1 << 16 else "uint32",
         },
         "made_from": job.made_from,
-        "files": {name: file_entry(output / name) for name in names},
+        "files": {name: merge.file_entry(output / name) for name in names},
         "shards": merged.shards,
     }
     write_json(output / MANIFEST, manifest)

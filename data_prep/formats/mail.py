@@ -13,6 +13,8 @@ from data_prep.ledger import Left, left, size
 from data_prep.settings import BuildOptions
 
 _FROM = re.compile(rb"From \S+.*\d:\d\d.*\d{4}\s*$")  # the line before each message
+_ARCHIVE_BEGINS = r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "
+_MESSAGE_BEGINS = r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n"
 _QUOTED = re.compile(r"(?m)^(?:[^\n>]{1,200}(?:\n[^\n>]{1,100})?:\n+)?(?:>[^\n]*(?:\n|\Z))+")
 
 
@@ -63,11 +65,6 @@ def _text_of(part: MIMEPart) -> str:
 
 
 base.register(
-    Format("mbox", _mbox, (".mbox",), r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "),
-    Format(
-        "eml",
-        _eml,
-        (".eml", ".mht", ".mhtml"),
-        r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n",
-    ),
+    Format("mbox", _mbox, (".mbox",), _ARCHIVE_BEGINS),
+    Format("eml", _eml, (".eml", ".mht", ".mhtml"), _MESSAGE_BEGINS),
 )

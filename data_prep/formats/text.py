@@ -13,7 +13,7 @@ from data_prep.settings import BuildOptions
 
 MOST_LINES = (
     1 << 17
-)  # of a document, as cleaning needs half a KB a line; a long novel has half as many
+)  # of a document: cleaning needs half a KB a line; a long novel has half as many
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 

@@ -15,6 +15,8 @@ _BLOCKS += "caption pre section article header footer figure figcaption nav asid
 BLOCKS = set(_BLOCKS.split())
 _UNSEEN = {"script", "style", "template", "title"}
 _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
+_BEGINS = r"(?i)<(?:!doctype\s+html|html|head|body)\b"
+_READER = ("warcio", "pip install warcio")
 _EXTRACTOR = ("trafilatura", "pip install trafilatura lxml_html_clean")
 
 
@@ -100,19 +102,6 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 
 base.register(
-    Format(
-        "html",
-        _html,
-        (".html", ".htm", ".xhtml"),
-        r"(?i)<(?:!doctype\s+html|html|head|body)\b",
-        needs=_EXTRACTOR,
-    ),
-    Format(
-        "warc",
-        _warc,
-        (".warc", ".wet"),
-        r"WARC/\d",
-        magic=rb"WARC/\d",
-        needs=("warcio", "pip install warcio"),
-    ),
+    Format("html", _html, (".html", ".htm", ".xhtml"), _BEGINS, needs=_EXTRACTOR),
+    Format("warc", _warc, (".warc", ".wet"), r"WARC/\d", rb"WARC/\d", needs=_READER),
 )
