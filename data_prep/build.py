@@ -6,6 +6,7 @@ settings, and on nothing else:
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
     hashes.npy        (2, D) uint64: the documents' hashes, ascending, and the index of each one's document
+    bands.npy         (BANDS, 2, D) with `near_duplicates`: the same for the keys of each band of MinHash
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -25,13 +26,15 @@ import numpy as np
 from data_prep.clean import clean
 from data_prep.encode import TextEncoder
 from data_prep.formats.base import BadRecord, RawDocument, Record, SourceFile
-from data_prep.ledger import REASONS, Ledger, Left, size
+from data_prep.ledger import REASONS, Ledger, Left, left, size
+from data_prep.overlap import BANDS, EvaluationRows, band_keys, load_evaluation_rows
 from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
 from multicls.files import atomic_write, write_json
 
+HASHES_FILE, BANDS_FILE = "hashes.npy", "bands.npy"
 DROPPED_TEXT, COPIES_TEXT = "dropped.jsonl", "copies.jsonl"  # the latter are found by the merge
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
@@ -70,12 +73,17 @@ class Document(NamedTuple):
 
 
 def build_unit(
-    unit: Unit, settings: BuildOptions, work: Path, tokenizer: Path, shard_tokens: int
+    unit: Unit,
+    settings: BuildOptions,
+    work: Path,
+    tokenizer: Path,
+    shard_tokens: int,
+    evaluation: Path | None = None,
 ) -> str:
     """Builds a unit's folder `work / unit.key`, unless it exists; a UserError if a file cannot be reached.
 
     Returns the path of a file that has changed since it was listed, and then builds nothing; else "".
-    `tokenizer` is a tokenizer.json; another content has another name.
+    `tokenizer` is a tokenizer.json, `evaluation` the file of the evaluation rows; another content has another name.
     """
     target = work / unit.key
     if target.exists():
@@ -86,10 +94,12 @@ def build_unit(
         folder = Path(scratch, unit.key)
         folder.mkdir()
         with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
-            builder = _Builder(settings, load_encoder(tokenizer), Ledger(file=file))
+            rows = load_evaluation_rows(evaluation) if evaluation else None
+            builder = _Builder(settings, load_encoder(tokenizer), Ledger(file=file), rows)
             documents = builder.encode(builder.clean(unit))
             try:
-                _write(folder, builder.keep(builder.join_short(documents)), shard_tokens)
+                documents = builder.keep(builder.join_short(documents))
+                _write(folder, documents, shard_tokens, settings.near_duplicates != "keep")
             except Exception as error:
                 error.add_note(f"in {unit}")
                 raise
@@ -137,6 +147,7 @@ class _Builder(NamedTuple):
     settings: BuildOptions
     encoder: TextEncoder
     ledger: Ledger
+    evaluation: EvaluationRows | None
 
     def clean(self, unit: Unit) -> Iterator[tuple[RawDocument, list[str]]]:
         """Yields each document with sentences, without its text, and the sentences."""
@@ -150,6 +161,11 @@ class _Builder(NamedTuple):
             self._leave(raw, raw.left)
             try:
                 sentences, out = clean(raw, settings.rules, settings.language)
+                if self.evaluation and sentences:
+                    marks = self.evaluation.marks(sentences)
+                    found = list(compress(sentences, marks))
+                    out += [left("sentences_of_evaluation", text) for text in found]
+                    sentences = list(compress(sentences, ~marks))
             except FATAL:
                 raise
             except BaseException as error:  # of a library: costs this document only
@@ -263,9 +279,11 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> None:
+def _write(
+    folder: Path, documents: Iterable[Document], shard_tokens: int, with_bands: bool
+) -> None:
     """Writes the rows of a unit; keeps at most `shard_tokens` tokens and one document in memory."""
-    table = list[tuple[int, ...]]()
+    table, bands = list[tuple[int, ...]](), list[list[int]]()
     batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
     for number, batch in enumerate(batches):
         rows = [list(rows_of(document)) for document in batch]
@@ -274,15 +292,24 @@ def _write(folder: Path, documents: Iterable[Document], shard_tokens: int) -> No
             (document.hash, number, len(parts), document.characters, document.members)
             for document, parts in zip(batch, rows, strict=True)
         ]
+        bands += [band_keys(document.tokens) for document in batch if with_bands]
     documents_table = np.array(table, DOCUMENT)
     np.save(folder / "documents.npy", documents_table)
     write_hashes(folder, documents_table["hash"])
+    if with_bands:
+        keys = np.array(bands, np.uint64).reshape(-1, BANDS)
+        np.save(folder / BANDS_FILE, np.array(list(map(_ascending, keys.T))))
 
 
 def write_hashes(folder: Path, hashes: np.ndarray) -> None:
     """Writes the hashes of a unit's documents, (D,) uint64, in ascending order, each with its document's index."""
+    np.save(folder / HASHES_FILE, _ascending(hashes))
+
+
+def _ascending(hashes: np.ndarray) -> np.ndarray:
+    """Returns the hashes in ascending order, and the index of each, (2, D)."""
     order = np.argsort(hashes, kind="stable")
-    np.save(folder / "hashes.npy", np.stack([hashes[order], order.astype(np.uint64)]))
+    return np.stack([hashes[order], order.astype(np.uint64)])
 
 
 def rows_of(document: Document) -> Iterator[ShardRow]:

@@ -53,6 +53,9 @@ REASONS = {
     "documents_too_short": Reason("documents", "fewer sentences than `--min_sentences`",
         "--short_documents join joins them; --min_sentences takes shorter ones"),
     "documents_duplicate": Reason("documents", "the sentences of an earlier document", "--without duplicate_documents"),
+    "documents_near_duplicate": Reason("documents", "most of the text of an earlier document", "--near_duplicates keep",
+        has_example=True),
+    "documents_similar": Reason("similar", "most of the text of an earlier document, but kept", is_loss=False),
     "documents_empty": Reason("documents", "no character but white space"),
     "documents_without_sentences": Reason("documents", "other rules left no sentence"),
     "documents_failed": Reason("documents", "an unexpected error", "report it with the sample's text"),
@@ -88,6 +91,7 @@ REASONS = {
     "characters_composed": Reason("characters", "NFC composes marks, and ligatures are written out",
         "--without unicode", is_loss=False),
     "sentences_with_holes": Reason("sentences", "a formula or template is missing", "--without holes"),
+    "sentences_of_evaluation": Reason("sentences", "words of a row of --decontaminate", has_example=True),
     "sentences_without_letter": Reason("sentences", "no letter", "--without sentences_without_letter"),
     "sentences_without_tokens": Reason("sentences", "the tokenizer gives no token"),
     "sentences_too_long": Reason("sentences", "over 10,000 characters without a blank", "--without long_sentences"),
@@ -321,6 +325,9 @@ def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
         text = f"{damaged:,} {are} damaged ({names}): what it lost is unknown"
         text += f"; the bytes that are left hold about {least:,} characters" if least else ""
         lines.append(("warning", f"{text}; get it again"))
+    if similar := corpus.manifest["dropped"].get("documents_similar"):
+        note = "have most of the text of an earlier one; --near_duplicates drop leaves them out"
+        lines.append(("similar", f"{count(similar, 'document')} {note}"))
     if joined := corpus.manifest["dropped"].get("joined_documents"):
         note = "MCQT and sentence order teach less across documents; masked-LM and TF-IDF do not"
         lines.append(("joined", f"{joined:,} short documents to others. {note}."))

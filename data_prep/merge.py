@@ -7,22 +7,27 @@ import shutil
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import COPIES_TEXT, DROPPED_TEXT, keeper
+from data_prep.build import BANDS_FILE, COPIES_TEXT, DROPPED_TEXT, HASHES_FILE, keeper
 from data_prep.ledger import Ledger
+from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
 from multicls.corpus import Shard, join_shards, write_shard
 from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 FREQUENCY, MERGED = "document_frequency.npy", "merged.json"
 PART = 1 << 24  # documents whose hashes a process sorts at a time, in 0.7 GB
-SHARD_BYTES = (
-    1 << 30
-)  # a shard takes the files of units until it has as many; it is held in memory once
+SHARD_BYTES = 1 << 30  # a shard takes files of units until it has as many; memory holds it once
 COUNTS = ("documents", "rows", "sentences", "tokens", "passages")
+SIMILAR, NEAR, SAME = 1, 2, 3  # kinds of copies: the first ones are kept and reported
+COPIES = {
+    SIMILAR: "documents_similar",
+    NEAR: "documents_near_duplicate",
+    SAME: "documents_duplicate",
+}
 PASSAGE = 1000  # tokens: document frequencies count passages, as most tokens occur in every book
 
 
@@ -42,7 +47,7 @@ def merge(
     shard_bytes: int,
     pool: Pool,
 ) -> Merged:
-    """Writes the shards of all units into `output`, without `copies`: of each unit, (D,) bool."""
+    """Writes the shards of all units into `output`, without `copies`, which `find_all_copies` returns."""
     calls = [(*both, vocabulary_size) for both in zip(folders, copies, strict=True)]
     drops, frequency = Ledger(), np.zeros(vocabulary_size, np.int64)
     entries: dict[int, list[dict[str, Any]]] = {}
@@ -102,26 +107,32 @@ def write_joined(target: Path, paths: list[Path]) -> dict[str, Any]:
     return entry
 
 
-def find_copies(folders: list[Path], is_wanted: bool, pool: Pool) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have the text of an earlier one; or none is to be found.
+def find_copies(
+    folders: list[Path], is_wanted: bool, pool: Pool, name: str = HASHES_FILE
+) -> list[np.ndarray]:
+    """Returns for each unit, (D,) bool, which documents have a hash of an earlier one; or none is to be found.
 
-    Each call finds those in a range of hashes, so that no process holds all of them.
+    A file of hashes, `name`, may hold several of each document. Each call finds those in a range of hashes, so that no
+    process holds all of them.
     """
-    sizes = [np.load(folder / "hashes.npy", mmap_mode="r").shape[1] for folder in folders]
+    sizes = [np.load(folder / HASHES_FILE, mmap_mode="r").shape[1] for folder in folders]
     repeated = np.zeros(sum(sizes), bool)
     if is_wanted:
-        parts = 1 + len(repeated) // PART
-        for _, found in run_all(copies_in_range, [(i, parts, folders) for i in range(parts)], pool):
+        bands, parts = 1 if name == HASHES_FILE else BANDS, 1 + len(repeated) // PART
+        paths = [folder / name for folder in folders]
+        calls = [(part, parts, paths, band) for band in range(bands) for part in range(parts)]
+        for _, found in run_all(copies_in_range, calls, pool):
             repeated[found] = True
     return np.split(repeated, np.cumsum(sizes)[:-1])
 
 
-def copies_in_range(part: int, parts: int, folders: list[Path]) -> np.ndarray:
+def copies_in_range(part: int, parts: int, paths: list[Path], band: int = 0) -> np.ndarray:
     """Returns the indices, over all units, of copies whose hashes lie in a part of the 64-bit numbers."""
     limits = [np.uint64((part + i) * (1 << 64) // parts - (part + i == parts)) for i in range(2)]
     hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
-    for folder in folders:
-        table = np.load(folder / "hashes.npy", mmap_mode="r")
+    for path in paths:
+        table = np.load(path, mmap_mode="r")
+        table = table[band] if table.ndim == 3 else table
         begin = int(table[0].searchsorted(limits[0]))
         end = table.shape[1] if part + 1 == parts else int(table[0].searchsorted(limits[1]))
         hashes.append(np.array(table[0, begin:end]))
@@ -133,20 +144,40 @@ def copies_in_range(part: int, parts: int, folders: list[Path]) -> np.ndarray:
     return np.concatenate(indices)[order[1:][is_copy]]
 
 
+def find_all_copies(
+    folders: list[Path], exact: bool, near: Literal["keep", "report", "drop"], pool: Pool
+) -> list[np.ndarray]:
+    """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
+
+    A document of which an earlier one is a near copy is one itself, also if that one goes.
+    """
+    kind = NEAR if near == "drop" else SIMILAR
+    same = find_copies(folders, exact, pool)
+    alike = find_copies(folders, near != "keep", pool, BANDS_FILE)
+    both = zip(same, alike, strict=True)
+    return [np.where(one, SAME, np.where(other, kind, 0)).astype(np.uint8) for one, other in both]
+
+
 def is_rewritten(folder: Path, copied: np.ndarray) -> bool:
-    """Returns whether a unit was merged without other copies than `copied`, (D,) bool, and so has lost rows."""
+    """Returns whether a unit was merged without other copies than `copied`, (D,), and so has lost rows."""
     record = folder / MERGED
     merged = read_json(record) if record.exists() else {"copied": []}
-    return bool(merged["copied"]) and merged["copied"] != np.flatnonzero(copied).tolist()
+    return bool(merged["copied"]) and merged["copied"] != _listed(copied)
+
+
+def _listed(copied: np.ndarray) -> list[list[int]]:
+    """Returns index and kind of each copy."""
+    return [[i, int(copied[i])] for i in np.flatnonzero(copied).tolist()]
 
 
 def merge_unit(folder: Path, copied: np.ndarray, vocabulary_size: int) -> Merged:
-    """Describes the files of rows of a unit, without `copied` documents, (D,) bool; `path` is in each entry.
+    """Describes the files of rows of a unit, without the documents that are copies; `path` is in each entry.
 
-    The unit's folder remembers what was done, so that a merge which was stopped goes on.
+    `copied` is an array of `find_all_copies`. The unit's folder remembers what was done, so that a merge which was
+    stopped goes on.
     """
     record = folder / MERGED
-    if not record.exists() or read_json(record)["copied"] != np.flatnonzero(copied).tolist():
+    if not record.exists() or read_json(record)["copied"] != _listed(copied):
         _remove_copies(folder, copied, vocabulary_size)
     merged = read_json(record)
     shards = [{"path": str(folder / name), **entry} for name, entry in merged["shards"]]
@@ -154,21 +185,24 @@ def merge_unit(folder: Path, copied: np.ndarray, vocabulary_size: int) -> Merged
 
 
 def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> None:
-    """Rewrites the files of rows that have copied documents, (D,) bool, without them, and describes all files."""
+    """Rewrites the files of rows that have copied documents, (D,), without them, and describes all files."""
     table, frequency = np.load(folder / "documents.npy"), np.zeros(vocabulary_size, np.int32)
     shards, rewritten = list[tuple[str, dict[str, Any]]](), list[Path]()
     with keeper(folder / COPIES_TEXT, (folder / DROPPED_TEXT).exists()) as file:
         drops = Ledger(read_json(folder / "drops.json"), file)
         for number in np.unique(table["file"]).tolist():
             path, inside = folder / f"rows-{number}.arrow", table["file"] == number
-            documents, goes = table[inside], copied[inside]
+            documents, kinds = table[inside], copied[inside]
+            goes = kinds > SIMILAR
             shard, ends = Shard(path), np.cumsum(documents["rows"])
-            for i in np.flatnonzero(goes | (documents["members"] > 1)).tolist():
+            for i in np.flatnonzero(kinds.astype(bool) | (documents["members"] > 1)).tolist():
                 row, count = shard.row(int(ends[i]) - 1), int(documents["members"][i])
-                reason = "documents_duplicate" if goes[i] else "joined_documents"
                 lost = int(documents["characters"][i]) if goes[i] else 0
-                drops.add(reason, row, row.title, lost, count)
-                drops.keep(row.source, -lost)
+                if kinds[i]:
+                    drops.add(COPIES[kinds[i]], row, row.title, lost, count)
+                    drops.keep(row.source, -lost)
+                if count > 1 and not goes[i]:
+                    drops.add("joined_documents", row, row.title, 0, count)
             if goes.any():
                 rewritten.append(path)
                 path = path.with_name(f"kept-{path.name}")
@@ -180,7 +214,7 @@ def _remove_copies(folder: Path, copied: np.ndarray, vocabulary_size: int) -> No
     drops.close(folder)
     with atomic_write(folder / FREQUENCY, "wb") as file:
         np.save(file, frequency)
-    done = {"copied": np.flatnonzero(copied).tolist(), "shards": shards, "drops": drops.to_json()}
+    done = {"copied": _listed(copied), "shards": shards, "drops": drops.to_json()}
     write_json(folder / MERGED, done)
     for path in rewritten:  # else a text of which all units have copies would take twice its disk
         path.unlink()

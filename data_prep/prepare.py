@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
-from itertools import chain, compress, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,21 +26,13 @@ import xxhash
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from data_prep import merge
 from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.formats import FORMATS
 from data_prep.formats.base import SourceFile
 from data_prep.ledger import remedies
-from data_prep.merge import (
-    FREQUENCY,
-    PASSAGE,
-    SHARD_BYTES,
-    Merged,
-    file_entry,
-    find_copies,
-    is_rewritten,
-    merge,
-)
+from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import Skipped, list_inputs
@@ -57,9 +49,10 @@ LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to ope
 UNITS_VERSION = 6  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
+MINHASH = "datasketch"
 # A key holds the files themselves instead.
-NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer"}
-_OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?tokenizer-[0-9a-f]{12}\.json.*")
+NOT_IN_KEY = {"input", "validation_input", "include", "exclude", "tokenizer", "decontaminate"}
+_OURS = re.compile(r"\.?[0-9a-f]{24}(\..*)?|\.?(tokenizer|evaluation)-[0-9a-f]{12}\.(json|npy).*")
 
 
 class Job(NamedTuple):
@@ -68,6 +61,7 @@ class Job(NamedTuple):
     units: list[Unit]
     skipped: list[Skipped]
     tokenizer_files: dict[str, bytes]
+    evaluation: np.ndarray  # of `read_evaluation_rows`
     made_from: dict[str, Any]  # of the manifest
 
 
@@ -76,7 +70,7 @@ def prepare(
     *,
     small_unit: int = SMALL_UNIT,
     shard_tokens: int = SHARD_TOKENS,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = merge.SHARD_BYTES,
 ) -> Corpus:
     """Prepares the corpus in the folder `options.output` and opens it; continues a run that was stopped.
 
@@ -98,29 +92,26 @@ def prepare(
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            tokenizer = work / f"tokenizer-{job.made_from['settings']['tokenizer'][:12]}.json"
-            with atomic_write(tokenizer, "wb") as file:
-                file.write(job.tokenizer_files["tokenizer.json"])
-            fixed = options, work, tokenizer, shard_tokens
             workers = min(options.workers or _count_cores(), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
-                    calls = [(unit, *fixed) for unit in job.units]
-                    folders = [work / unit.key for unit in job.units]
-                    changed = _build(calls, [not folder.exists() for folder in folders], pool)
+                    changed = _build(job, options, work, shard_tokens, pool)
                     if not changed:
                         break
                     print_line(f"{changed}: changed while it was read; reading it again")
                     job = _describe_job(options, output, small_unit)
                 else:
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
-                copies = find_copies(folders, "duplicate_documents" in options.rules, pool)
-                lost = list(map(is_rewritten, folders, copies))  # if the input has changed since
-                for folder in compress(folders, lost):
-                    shutil.rmtree(folder)
-                _build(calls, lost, pool)
-                size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
-                merged = merge(folders, copies, output, size, shard_bytes, pool)
+                folders = [work / unit.key for unit in job.units]
+                is_dropped = "duplicate_documents" in options.rules
+                copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
+                for folder, copied in zip(folders, copies, strict=True):
+                    if merge.is_rewritten(folder, copied):  # if the input has changed since
+                        shutil.rmtree(folder)
+                _build(job, options, work, shard_tokens, pool)
+                tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
+                size = tokenizer.get_vocab_size(with_added_tokens=True)
+                merged = merge.merge(folders, copies, output, size, shard_bytes, pool)
             _finish(output, job, merged)
             _remove_work(work)
         except OSError as error:
@@ -143,17 +134,27 @@ def _count_cores() -> int:
     return cpu_count()
 
 
-def _build(calls: list[tuple[Any, ...]], is_missing: list[bool], pool: Pool) -> str:
-    """Builds the missing ones of the units, the largest first: then the workers end together.
+def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool: Pool) -> str:
+    """Builds the units that are missing, the largest first: then the workers end together.
 
     Returns the path of a file that has changed since it was listed, or "".
     """
-    changed = ""
-    missing = list(compress(calls, is_missing))
-    missing.sort(key=lambda call: -sum(file.size for file in call[0].files))
-    done = len(calls) - len(missing)
-    with progress_bar(len(calls), "unit", "build", initial=done, disable=not missing) as progress:
-        for _, path in run_all(build_unit, missing, pool):
+    missing = [unit for unit in job.units if not (work / unit.key).exists()]
+    if not missing:
+        return ""
+    settings, evaluation = job.made_from["settings"], None
+    tokenizer = work / f"tokenizer-{settings['tokenizer'][:12]}.json"
+    with atomic_write(tokenizer, "wb") as file:
+        file.write(job.tokenizer_files["tokenizer.json"])
+    if job.evaluation.size:
+        evaluation = work / f"evaluation-{settings['decontaminate'][:12]}.npy"
+        with atomic_write(evaluation, "wb") as file:
+            np.save(file, job.evaluation)
+    missing.sort(key=lambda unit: -sum(file.size for file in unit.files))
+    calls = [(unit, options, work, tokenizer, shard_tokens, evaluation) for unit in missing]
+    changed, done = "", len(job.units) - len(missing)
+    with progress_bar(len(job.units), "unit", "build", initial=done) as progress:
+        for _, path in run_all(build_unit, calls, pool):
             changed = changed or path
             progress.update()
     return changed
@@ -188,8 +189,17 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
+    evaluation, rows, short = read_evaluation_rows(options.decontaminate)
+    settings["decontaminate"] = hashlib.sha256(evaluation.tobytes()).hexdigest() if rows else ""
+    if rows:
+        print_line(
+            f"decontaminate: {count(rows, 'row')}; {short:,} have no cell of {SHORTEST_GRAM} words "
+            "and are not sought"
+        )
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
     packages = {name: metadata.version(name) for name in PACKAGES}
+    if options.near_duplicates != "keep":
+        packages[MINHASH] = _version_of_minhash()
     for name in ARRAYS:  # whose patch releases change no byte
         packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
@@ -205,7 +215,15 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
     print_line(f"input: {shape} in {count(len(units), 'unit')}")
-    return Job(units, skipped, tokenizer_files, identity | {"input": described})
+    made_from = identity | {"input": described}
+    return Job(units, skipped, tokenizer_files, evaluation, made_from)
+
+
+def _version_of_minhash() -> str:
+    try:
+        return metadata.version(MINHASH)
+    except metadata.PackageNotFoundError:
+        raise UserError(f"--near_duplicates: needs {MINHASH}; pip install {MINHASH}.") from None
 
 
 def _real_folder(path: str) -> str:
@@ -280,7 +298,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
     return False
 
 
-def _finish(output: Path, job: Job, merged: Merged) -> None:
+def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     """Writes frequencies, samples and tokenizer files and, last, the manifest."""
     skipped = Counter(entry.reason for entry in job.skipped)
     drops = merged.drops.by_reason()
@@ -302,12 +320,12 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         )
     paths = [entry._asdict() for entry in sorted(job.skipped)]
     write_json(output / DROPPED, merged.drops.to_json() | {"skipped": paths})
-    with atomic_write(output / FREQUENCY, "wb") as file:
+    with atomic_write(output / merge.FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
         with atomic_write(output / name, "wb") as file:
             file.write(data)
-    names = [FREQUENCY, DROPPED, *job.tokenizer_files]
+    names = [merge.FREQUENCY, DROPPED, *job.tokenizer_files]
     if job.made_from["settings"]["keep_dropped"]:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
@@ -325,7 +343,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
         "format_version": FORMAT_VERSION,
         **sum(sources.values(), Counter[str]()),
         "sources": dict(sorted(sources.items())),
-        "passage_tokens": PASSAGE,  # a document of the document frequencies has about as many
+        "passage_tokens": merge.PASSAGE,  # a document of the document frequencies has about as many
         "hub_datasets": {file.source: file.hub for file in files if file.hub},
         "dropped": drops,
         "skipped": dict(sorted(skipped.items())),
@@ -335,7 +353,7 @@ def _finish(output: Path, job: Job, merged: Merged) -> None:
             "dtype": "uint16" if size <= 1 << 16 else "uint32",
         },
         "made_from": job.made_from,
-        "files": {name: file_entry(output / name) for name in names},
+        "files": {name: merge.file_entry(output / name) for name in names},
         "shards": merged.shards,
     }
     write_json(output / MANIFEST, manifest)

@@ -61,6 +61,12 @@ class BuildOptions(Settings):
         description=f"whose rules split sentences: {LANGUAGES}; auto: by the script",
     )
     without: list[Rule] = Field([], description=f"cleaning rules to leave out: {', '.join(RULES)}")
+    near_duplicates: Literal["keep", "report", "drop"] = Field(
+        "keep", description="documents that share most of their text with an earlier one (MinHash)"
+    )
+    decontaminate: list[str] = Field(
+        [], description="tables of evaluation rows, whose text is dropped from the documents"
+    )
     validation_input: list[str] = Field(
         [], description="inputs, as in --input, that are held out as the validation split"
     )

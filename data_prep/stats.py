@@ -28,7 +28,7 @@ MOST_PADDING = 0.2
 MOST_CUT, LEAST_ORDER = 0.01, 0.5  # of the text, and of the parts, at a length that fits
 MOST_UNKNOWN, MOST_PIECES = 0.01, 2.0  # share of the tokens, and tokens a word
 LONG_SENTENCE = 40  # tokens; shorter ones recur by chance
-LEAK_TOKENS = 2_000_000_000  # of the shards in which held-out sentences are sought: some minutes
+WHOLE_TOKENS = 2_000_000_000  # of the shards that are read as a whole: some minutes
 _NO_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 
 
@@ -38,12 +38,18 @@ def sample_rows(corpus: Corpus, tokens: int = SAMPLE_TOKENS) -> range:
     return range(min(step // 2, corpus.num_rows - 1), corpus.num_rows, step)
 
 
+def sample_shards(corpus: Corpus) -> range:
+    """Returns the shards to read as a whole: every n-th one of a large corpus."""
+    return range(0, corpus.num_shards, 1 + (corpus.manifest["tokens"] - 1) // WHOLE_TOKENS)
+
+
 def document_lengths(corpus: Corpus) -> np.ndarray:
-    """Returns the number of sentences and of tokens of each document, (2, D)."""
-    shards = list(map(corpus.shard, range(corpus.num_shards)))
-    columns = [np.stack([np.diff(s.row_starts), s.num_tokens]).astype(np.int64) for s in shards]
-    begins = np.flatnonzero(np.concatenate([shard.begins for shard in shards]))
-    return np.add.reduceat(np.concatenate(columns, axis=1), begins, axis=1)
+    """Returns the number of sentences and of tokens of each document of the sampled shards, (2, D)."""
+    lengths = list[np.ndarray]()
+    for shard in map(corpus.shard, sample_shards(corpus)):  # which has all rows of a document
+        rows = np.stack([np.diff(shard.row_starts), shard.num_tokens]).astype(np.int64)
+        lengths.append(np.add.reduceat(rows, np.flatnonzero(shard.begins), axis=1))
+    return np.concatenate(lengths, axis=1)
 
 
 def sampled_examples(
@@ -127,8 +133,8 @@ def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]
 def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
     """Returns, in words, the share of long held-out sentences that also stand in training."""
     limit, training, held_out = corpus.validation_limit(fraction), list[Any](), list[Any]()
-    step = 1 + (corpus.manifest["tokens"] - 1) // LEAK_TOKENS
-    for number in range(0, corpus.num_shards, step):
+    numbers = sample_shards(corpus)
+    for number in numbers:
         hashes, rows = _long_sentences(corpus.shard(number))
         is_held_out = corpus.held_out(number, limit)[rows]
         held_out.append(hashes[is_held_out])
@@ -136,8 +142,8 @@ def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
     sought = np.concatenate(held_out)
     share = np.isin(sought, np.concatenate(training)).sum() / max(len(sought), 1)
     sentences = f"{len(sought):,} held-out sentences of {LONG_SENTENCE} and more tokens"
-    where = f" in training (in one shard of {step})" if step > 1 else " in training"
-    return f"{share:.1%} of {sentences} also stand{where}"
+    where = f" (in one shard of {numbers.step})" if numbers.step > 1 else ""
+    return f"{share:.1%} of {sentences} also stand in training{where}"
 
 
 def _long_sentences(shard: Shard) -> tuple[np.ndarray, np.ndarray]:

@@ -7,16 +7,8 @@ from collections.abc import Iterator
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
-from data_prep.formats.base import (
-    CHUNK,
-    FORMATS,
-    Format,
-    Record,
-    SourceFile,
-    bad,
-    open_bytes,
-    register,
-)
+from data_prep.formats import base
+from data_prep.formats.base import CHUNK, FORMATS, Format, Record, SourceFile, bad, open_bytes
 from data_prep.formats.recognise import recognise
 from data_prep.ledger import REASONS, skip_text
 from data_prep.settings import BuildOptions
@@ -80,7 +72,7 @@ def _member(
 
 
 NAMES = ("tar", "zip")
-register(
+base.register(
     Format("tar", _tar, (".tar", ".tgz"), magic=rb"(?s).{257}ustar"),
     Format("zip", _zip, (".zip",), magic=rb"PK\x03\x04"),
 )

@@ -7,22 +7,14 @@ from collections.abc import Iterator
 from email.message import EmailMessage, MIMEPart
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    Format,
-    Record,
-    SourceFile,
-    document,
-    known_encoding,
-    open_bytes,
-    register,
-    stem,
-    whole,
-)
+from data_prep.formats.base import Format, Record, SourceFile, document, known_encoding, open_bytes
 from data_prep.formats.web import visible_text
 from data_prep.ledger import Left, left, size
 from data_prep.settings import BuildOptions
 
 _FROM = re.compile(rb"From \S+.*\d:\d\d.*\d{4}\s*$")  # the line before each message
+_ARCHIVE_BEGINS = r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "
+_MESSAGE_BEGINS = r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n"
 _QUOTED = re.compile(r"(?m)^(?:[^\n>]{1,200}(?:\n[^\n>]{1,100})?:\n+)?(?:>[^\n]*(?:\n|\Z))+")
 
 
@@ -43,7 +35,7 @@ def _mbox(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 
 def _eml(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
-    yield _message(file, 0, whole(file), settings)
+    yield _message(file, 0, base.whole(file), settings)
 
 
 def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions) -> Record:
@@ -62,7 +54,7 @@ def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions)
     if "markup" in settings.rules:
         out += [left("lines_quoted", quoted[0]) for quoted in _QUOTED.finditer(text)]
         text = _QUOTED.sub("", text)
-    title = str(message.get("Subject") or stem(file))
+    title = str(message.get("Subject") or base.stem(file))
     return document(file, number, title, text, layout="plain", left=tuple(out))
 
 
@@ -72,12 +64,7 @@ def _text_of(part: MIMEPart) -> str:
     return data.decode(encoding or "utf-8", "replace") if isinstance(data, bytes) else ""
 
 
-register(
-    Format("mbox", _mbox, (".mbox",), r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "),
-    Format(
-        "eml",
-        _eml,
-        (".eml", ".mht", ".mhtml"),
-        r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n",
-    ),
+base.register(
+    Format("mbox", _mbox, (".mbox",), _ARCHIVE_BEGINS),
+    Format("eml", _eml, (".eml", ".mht", ".mhtml"), _MESSAGE_BEGINS),
 )

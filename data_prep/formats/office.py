@@ -8,16 +8,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    Format,
-    Record,
-    SourceFile,
-    document,
-    open_bytes,
-    register,
-    stem,
-    whole,
-)
+from data_prep.formats.base import Format, Record, SourceFile, document, open_bytes, register, stem
 from data_prep.formats.web import visible_text
 from data_prep.ledger import left
 from data_prep.settings import BuildOptions
@@ -77,7 +68,7 @@ def _pdf(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     """Yields the text of a PDF, page by page."""
     import pypdfium2
 
-    with closing(pypdfium2.PdfDocument(whole(file))) as pdf:
+    with closing(pypdfium2.PdfDocument(base.whole(file))) as pdf:
         pages = [page.get_textpage().get_text_range() for page in pdf]
         title = pdf.get_metadata_dict().get("Title") or stem(file)
     # A hyphen at a line's end is U+FFFE there.

@@ -6,16 +6,8 @@ import re
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from data_prep.formats.base import (
-    FORMATS,
-    OPENERS,
-    UTF8,
-    Layout,
-    SourceFile,
-    declared_encoding,
-    open_bytes,
-    packing,
-)
+from data_prep.formats import base
+from data_prep.formats.base import FORMATS, OPENERS, UTF8, Layout, SourceFile, open_bytes
 from data_prep.settings import BuildOptions
 from multicls.errors import did_you_mean
 
@@ -52,7 +44,7 @@ class Recognised(NamedTuple):
 def recognise(file: SourceFile, settings: BuildOptions) -> Recognised:
     """Returns the file with format, compression, encoding and layout; raises what reading its head raises."""
     with open_bytes(file) as raw:
-        file = file._replace(packed=packing(raw.read(16), file.name))
+        file = file._replace(packed=base.packing(raw.read(16), file.name))
     with open_bytes(file) as stream:
         head = _head(stream)
         found = _by_head(file, head, settings)
@@ -116,7 +108,7 @@ def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> R
     text = head.decode("utf-8-sig" if encoding == UTF8 else encoding, "replace").lstrip()
     file_format = chosen or _guess(text, file.name)
     if encoding == UTF8 and file_format == "html":
-        encoding = declared_encoding(head) or UTF8
+        encoding = base.declared_encoding(head) or UTF8
     if encoding == UTF8:
         if head.count(0) > MOST_NULS * len(head):
             is_utf16 = min(head[::2].count(0), head[1::2].count(0)) < 0.01 * len(head)

@@ -17,20 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    BadRecord,
-    Format,
-    Layout,
-    Record,
-    SourceFile,
-    bad,
-    chunks,
-    document,
-    lines_of,
-    open_bytes,
-    register,
-    strings_of,
-)
+from data_prep.formats.base import Format, Record, SourceFile, bad, document, open_bytes, strings_of
 from data_prep.ledger import Left, left, size
 from data_prep.settings import BuildOptions
 from multicls.tables import separator_of
@@ -46,7 +33,7 @@ Rows = Callable[[SourceFile, Sequence[str]], Iterable[tuple[int, Any]]]
 def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     """Yields the rows of a table as documents; several text fields are joined."""
     for number, row in read(file, settings.text_field):
-        if isinstance(row, BadRecord):
+        if isinstance(row, base.BadRecord):
             yield row
             continue
         record = row if isinstance(row, dict) else {}
@@ -78,7 +65,7 @@ def _row(
     title: str,
     texts: list[str],
     out: list[Left],
-    layout: Layout,
+    layout: base.Layout,
     settings: BuildOptions,
 ) -> Record:
     """Returns the document of a row; `out` is what its fields have lost already."""
@@ -174,7 +161,7 @@ def unescape(text: str) -> str:
 
 
 def _json_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    for offset, text in lines_of(file):
+    for offset, text in base.lines_of(file):
         if text.strip():
             try:
                 yield offset, json.loads(text)
@@ -190,7 +177,7 @@ def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
     decode, rest, number = json.JSONDecoder().raw_decode, "", 0
     decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
     with open_bytes(file) as stream:
-        for chunk in chunks(stream):
+        for chunk in base.chunks(stream):
             rest, at = rest + decoder.decode(chunk), 0
             with suppress(json.JSONDecodeError):  # the last one goes on in the next chunk
                 while found := _VALUE.search(rest, at):
@@ -314,7 +301,7 @@ def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
 
 _ARRAY = r'\[\s*\{\s*"[^"\n]*"\s*:'
 _OBJECT = r'\{[ \t]*"[^"\n]*"[ \t]*:'
-register(
+base.register(
     Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True, fields=_json_fields),
     Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=_json_fields),
     Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=_csv_fields),

@@ -7,24 +7,13 @@ from itertools import chain
 import xxhash
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    BadRecord,
-    Format,
-    RawDocument,
-    Record,
-    SourceFile,
-    document,
-    lines_of,
-    register,
-    stem,
-    whole,
-)
+from data_prep.formats.base import Format, RawDocument, Record, SourceFile, document, stem, whole
 from data_prep.ledger import left
 from data_prep.settings import BuildOptions
 
 MOST_LINES = (
     1 << 17
-)  # of a document, as cleaning needs half a KB a line; a long novel has half as many
+)  # of a document: cleaning needs half a KB a line; a long novel has half as many
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 
@@ -36,7 +25,7 @@ def _text(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     longest = base.LONGEST_DOCUMENT
     damaged: Exception | None = None
     try:
-        for offset, text in lines_of(file):
+        for offset, text in base.lines_of(file):
             blank = not text.strip()
             ends = is_row or (blank and settings.documents == "blank_line")
             is_long = length > longest and (blank or length > 2 * longest)
@@ -63,7 +52,7 @@ def join_rows(rows: Iterable[Record]) -> Iterator[Record]:
     """
     group = list[RawDocument]()
     for row in chain(rows, [RawDocument("", "", "", "", "sentences")]):
-        if isinstance(row, BadRecord):
+        if isinstance(row, base.BadRecord):
             yield row
             continue
         row = row._replace(text=" ".join(row.text.split()))
@@ -88,7 +77,7 @@ def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     yield document(file, 0, stem(file), "\n\n".join(texts["markdown"]), left=tuple(code))
 
 
-register(
+base.register(
     Format("ipynb", _notebook, (".ipynb",), layout="markdown"),
     Format("text", _text, (".txt", ".text", ".asc", ".md", ".markdown"), can_cut=True),
 )

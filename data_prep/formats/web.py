@@ -5,18 +5,8 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-from data_prep.formats.base import (
-    Format,
-    Record,
-    SourceFile,
-    bad,
-    declared_encoding,
-    document,
-    open_bytes,
-    register,
-    stem,
-    whole,
-)
+from data_prep.formats import base
+from data_prep.formats.base import Format, Record, SourceFile, bad, declared_encoding, document
 from data_prep.ledger import Left, size
 from data_prep.settings import BuildOptions
 
@@ -25,6 +15,8 @@ _BLOCKS += "caption pre section article header footer figure figcaption nav asid
 BLOCKS = set(_BLOCKS.split())
 _UNSEEN = {"script", "style", "template", "title"}
 _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
+_BEGINS = r"(?i)<(?:!doctype\s+html|html|head|body)\b"
+_READER = ("warcio", "pip install warcio")
 _EXTRACTOR = ("trafilatura", "pip install trafilatura lxml_html_clean")
 
 
@@ -84,14 +76,14 @@ def _page(
 
 def _html(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     """Yields the main text of a page of the Web."""
-    yield _page(file, 0, stem(file), whole(file).decode("utf-8-sig", "replace"), settings)
+    yield _page(file, 0, base.stem(file), base.whole(file).decode("utf-8-sig", "replace"), settings)
 
 
 def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     """Yields the pages of a Web archive: HTML of `response`, text of `conversion` (WET)."""
     from warcio.archiveiterator import ArchiveIterator
 
-    with open_bytes(file) as stream:
+    with base.open_bytes(file) as stream:
         for number, record in enumerate(ArchiveIterator(stream)):
             if record.rec_type not in ("response", "resource", "conversion"):
                 continue  # requests, and what the crawler notes on itself
@@ -109,20 +101,7 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
                 yield bad(file, name, "pages_not_text", kind or "no Content-Type", lost)
 
 
-register(
-    Format(
-        "html",
-        _html,
-        (".html", ".htm", ".xhtml"),
-        r"(?i)<(?:!doctype\s+html|html|head|body)\b",
-        needs=_EXTRACTOR,
-    ),
-    Format(
-        "warc",
-        _warc,
-        (".warc", ".wet"),
-        r"WARC/\d",
-        magic=rb"WARC/\d",
-        needs=("warcio", "pip install warcio"),
-    ),
+base.register(
+    Format("html", _html, (".html", ".htm", ".xhtml"), _BEGINS, needs=_EXTRACTOR),
+    Format("warc", _warc, (".warc", ".wet"), r"WARC/\d", rb"WARC/\d", needs=_READER),
 )

@@ -9,18 +9,7 @@ from itertools import chain
 from xml.etree import ElementTree
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    Format,
-    Record,
-    SourceFile,
-    bad,
-    chunks,
-    document,
-    lines_of,
-    open_bytes,
-    open_raw,
-    register,
-)
+from data_prep.formats.base import Format, Record, SourceFile, bad, chunks, document, lines_of
 from data_prep.formats.tables import without_title
 from data_prep.ledger import Left, size
 from data_prep.settings import BuildOptions
@@ -79,7 +68,7 @@ def _mediawiki(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 def _pages(file: SourceFile) -> Iterator[bytes]:
     """Yields the bytes of each page of a dump that begins in the share."""
-    with open_bytes(file) as stream:
+    with base.open_bytes(file) as stream:
         is_packed = file.packed == "bz2"
         stop = math.inf if is_packed or not file.stop else file.stop
         parts = chunks(stream)
@@ -105,7 +94,7 @@ def _pages(file: SourceFile) -> Iterator[bytes]:
 
 def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
     """Yields the text of each stream that begins in a share; Wikipedia's have 100 whole pages each."""
-    with open_raw(file.path) as raw:
+    with base.open_raw(file.path) as raw:
         raw.seek(file.start)
         data = raw.read(file.stop - file.start)
         data += raw.read(len(b"BZh91AY&SY") - 1)
@@ -117,7 +106,7 @@ def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
             yield text
 
 
-register(
+base.register(
     Format("mediawiki", _mediawiki, begins=r"(?s)(?=<).{0,2000}<mediawiki", can_cut=True),
     Format("wikiextractor", _wikiextractor, begins=r"<doc id="),
 )

@@ -12,17 +12,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
-from types import SimpleNamespace
 from typing import Any
 
-import distributed
 import numpy as np
 import pytest
 
-from data_prep import build, clean, merge, pool, prepare, run
+from data_prep import build, clean, merge, prepare, run
 from data_prep.examples import ExampleStream
 from data_prep.ledger import Ledger, last_lines
 from data_prep.merge import link_shard
@@ -568,32 +565,6 @@ def test_a_cluster_outside_the_repository_gets_the_code_from_the_command(
         for process in started:
             process.kill()
             process.wait()
-
-
-def test_each_worker_of_a_large_cluster_has_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-
-    class Cluster:
-        """300 workers; a call ends when the command waits."""
-
-        def nthreads(self) -> dict[int, int]:
-            return dict.fromkeys(range(300), 1)
-
-        def submit(self, function: Any, *values: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.values = values  # type: ignore[attr-defined]
-            return future
-
-    def wait(running: dict[Any, int], return_when: str) -> Any:
-        waited.append(len(running))
-        future = next(iter(running))
-        future.set_result(future.values[0] ** 2)
-        return SimpleNamespace(done=[future])
-
-    monkeypatch.setattr(pool, "wait", wait)
-    monkeypatch.setattr(distributed, "get_client", Cluster)
-    results = pool.run_all(pow, [(i,) for i in range(1000)], Cluster())  # type: ignore[arg-type]
-    assert sorted(results) == [(i, i * i) for i in range(1000)] and max(waited) == 600
 
 
 def test_the_log_shows_twenty_skipped_files(

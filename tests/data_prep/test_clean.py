@@ -272,21 +272,25 @@ def test_shares_remedies_and_warnings() -> None:
     drops.text.update(notes=1000, wiki=9000)
     for _ in range(3):
         drops.add("documents_too_short", raw, "short", 20)
-    drops.add("lines_heading", raw, "Title", 300)
+    sizes = {"heading": 210, "markup": 199, "of_tables": 11, "quoted": 9}  # near the limits
+    for name, characters in sizes.items():
+        drops.add(f"lines_{name}", raw, "Title", characters)
     drops.add("lines_end_matter", raw._replace(source="wiki"), "Lane", 1700)
     assert drops.by_reason()["documents_too_short"] == 3
-    drops.keep("notes", 640)
+    drops.keep("notes", 511)
     drops.keep("wiki", 7300)
     drops.close("test")
-    assert (drops.whole(), f"{drops.share():.1%}") == (1007, "79.4%")
-    assert f"{drops.share(600, 200):.2%}" == "59.55%", "three of four bytes were read"
+    assert (drops.whole(), f"{drops.share():.1%}") == (1007, "78.1%")
+    assert f"{drops.share(600, 200):.2%}" == "58.58%", "three of four bytes were read"
     shares = [(name, *re.findall(r"[\d.]+%|\w+(?=\. To)", text)) for name, text in drops.report()]
     assert shares == [
         ("left out", "0.0%", "17.0%", "lines_end_matter"),
-        ("left out", "0.0%", "3.0%", "lines_heading"),
+        ("left out", "0.0%", "2.1%", "lines_heading"),
+        ("left out", "0.0%", "2.0%", "lines_markup"),
         ("left out", "0.3%", "0.6%", "documents_too_short"),
+        ("left out", "0.0%", "0.1%", "lines_of_tables"),
         # More than a fifth of a source: of its text or of its documents.
-        ("warning", "0.0%", "30.0%", "lines_heading"),
+        ("warning", "0.0%", "21.0%", "lines_heading"),
         ("warning", "30.0%", "6.0%", "documents_too_short"),
     ]
     assert all("To keep them: --" in text for _, text in drops.report())

@@ -407,7 +407,7 @@ def test_shares_of_dumps_and_of_parquet_have_all_documents(name: str, tmp_path: 
     else:
         (tmp_path / name).write_text("".join(parts))
     whole = read_all(tmp_path / name)
-    assert len(whole) == 40
+    assert len({document.id for document in whole}) == len(whole) == 40
     for large in range(97, 130):
         assert read_all(tmp_path / name, large=large) == whole
 

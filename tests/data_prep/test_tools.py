@@ -212,9 +212,9 @@ def test_stats_counts_copies_unknown_tokens_and_leaks(
     assert stats.document_lengths(corpus).shape == (2, 6) == (2, corpus.num_documents)
     run.main(["stats", str(corpus.path)])
     printed = capsys.readouterr().out
-    assert "of the tokens are unknown" in printed and "held-out sentences of 40" in printed
-    share = float(printed.split("copies:")[1].split("%")[0])
-    assert share in (0.0, 100.0)
+    unknown = 1 / corpus.manifest["tokens"]
+    assert f"{unknown:.2%} of the tokens are unknown" in printed
+    assert "held-out sentences of 40" in printed
     stream = ExampleStream(corpus, SPECIAL_IDS, seq_length=64, seed=0, validation_fraction=0)
     assert stream.num_documents == 6
 
@@ -241,10 +241,12 @@ def test_all_copies_of_held_out_sentences_are_found(
     assert 0.5 < share < 1
     printed = stats.held_out_copies(corpus, 0.2)
     assert printed.startswith(f"{share:.1%} of {len(sides[1])} held-out sentences"), printed
-    monkeypatch.setattr(stats, "LEAK_TOKENS", (corpus.manifest["tokens"] + 1) // 2)
+    monkeypatch.setattr(stats, "WHOLE_TOKENS", (corpus.manifest["tokens"] + 1) // 2)
     fewer = stats.held_out_copies(corpus, 0.2)
     assert fewer.endswith("in training (in one shard of 2)")
     assert fewer.split()[2] < printed.split()[2], "some held-out sentences are not read"
+    documents = sum(shard["documents"] for shard in corpus.manifest["shards"][::2])
+    assert stats.document_lengths(corpus).shape == (2, documents)
 
 
 @pytest.mark.parametrize("text", ["The cat sat on one Ж mat.", "我们去城里。他们也去。"])
