@@ -177,7 +177,7 @@ class Task:
         }
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "job.json")
-            file.write_text(json.dumps(job), encoding="utf-8")
+            file.write_text(json.dumps(job | {"scratch": folder}), encoding="utf-8")
             done = subprocess.run([python, str(WORKERS), peer, str(file)], check=False)
             if done.returncode:
                 raise UserError(f"--peer {peer}={python}: it ended with {done.returncode}.")
