@@ -20,9 +20,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +57,7 @@ WORDS = "words"  # the system that reads TF-IDF of words, without a model
 ALONE = ("mean", "cls", "facets")
 VIEWS = (*ALONE, "topics", *(f"{view}+topics" for view in ALONE), "mean+facets+topics")
 
+Outcomes = dict[int, dict[str, Outcome]]  # by number of labels and view
 Named = Annotated[str, Field(pattern="^[^= ]+=.")]
 
 
@@ -71,6 +72,9 @@ class Options(Settings):
     draws: int = Field(20, ge=2, description="draws of labelled rows")
     max_length: PositiveInt = Field(64, description="tokens of a row that an encoder reads")
     output: Path = Field(description="file of the records: benchmarks/results/NAME.json")
+    minutes: dict[str, float] = Field(
+        {}, description="minutes of training of systems: NAME=MINUTES"
+    )
     choosing: Path | None = Field(None, description="folder for the rows that may choose settings")
 
 
@@ -132,7 +136,7 @@ class Task:
     domain: Domain
     draws: Mapping[int, Splits]
 
-    def of_model(self, folder: Path, max_length: int) -> dict[int, dict[str, Outcome]]:
+    def of_model(self, folder: Path, max_length: int) -> Outcomes:
         """Returns the outcomes of all views of a model."""
         model = Embedder(folder, max_length)
         key = f"{model_sha256(folder)}-{model.max_length}"
@@ -145,14 +149,12 @@ class Task:
             features["topics"] = topics_of(model.topics, model.tokenizer, self.domain.texts)
         return self.of_features(features)
 
-    def of_features(self, features: Mapping[str, Array]) -> dict[int, dict[str, Outcome]]:
+    def of_features(self, features: Mapping[str, Array]) -> Outcomes:
         """Returns the outcomes of all views that these embeddings make."""
         views = [view for view in VIEWS if features.keys() >= set(view.split("+"))]
         return self.of_systems({view: Linear.of(view) for view in views}, features)
 
-    def of_systems(
-        self, systems: Mapping[str, Any], features: Mapping[str, Array]
-    ) -> dict[int, dict[str, Outcome]]:
+    def of_systems(self, systems: Mapping[str, Any], features: Mapping[str, Array]) -> Outcomes:
         """Returns the outcomes of systems that read these embeddings."""
         rows, found = replace(self.domain.rows, features=features), {}
         for labels, draws in self.draws.items():
@@ -164,7 +166,7 @@ class Task:
         """Returns what a record keeps of scores."""
         return outcome(scores, keep_rows=labels == next(iter(self.draws)))
 
-    def of_peer(self, peer: str, python: str, max_length: int) -> dict[int, dict[str, Outcome]]:
+    def of_peer(self, peer: str, python: str, max_length: int) -> Outcomes:
         """Returns the outcomes of a peer, which predicts labels or embeds, in a process of its own."""
         rows, texts = self.domain.rows, self.domain.texts
         pairs = [pair for splits in self.draws.values() for pair in splits.draws]
@@ -211,46 +213,34 @@ def folders_of(value: str, domain: str) -> list[Path]:
     return found
 
 
-def plan(options: Options, domain: str) -> Iterator[tuple[str, int, Path | None, str]]:
-    """Yields name and seed of each system on a domain, with its folder or the Python of its peer."""
+def plan(options: Options, task: Task) -> Iterator[tuple[str, int, str, Callable[[], Outcomes]]]:
+    """Yields each system's name, seed and model, and what evaluates it."""
+    length = options.max_length
     for word in options.model:
         name, _, value = word.partition("=")
-        for seed, folder in enumerate(folders_of(value, domain), start=1):
-            yield name, seed, folder, ""
+        for seed, folder in enumerate(folders_of(value, task.domain.name), start=1):
+            yield name, seed, model_sha256(folder), partial(task.of_model, folder, length)
     for word in options.peer:
         name, _, python = word.partition("=")
-        yield name, 1, None, python
+        yield name, 1, name, partial(task.of_peer, name, python, length)
     if options.words:
-        yield WORDS, 1, None, ""
-
-
-def evaluate_system(
-    task: Task, name: str, folder: Path | None, python: str, max_length: int
-) -> dict[int, dict[str, Outcome]]:
-    """Returns the outcomes of a system that `plan` names."""
-    if folder:
-        return task.of_model(folder, max_length)
-    if python:
-        return task.of_peer(name, python, max_length)
-    return task.of_systems({WORDS: Words()}, {})
+        yield WORDS, 1, WORDS, partial(task.of_systems, {WORDS: Words()}, {})
 
 
 def add_domain(options: Options, domain: Domain) -> None:
     """Evaluates all systems on a domain; each record is written at once."""
     draws = {n: random_draws(domain.rows, n, options.draws) for n in options.labels}
-    task = Task(domain, draws)
-    for name, seed, folder, python in plan(options, domain.name):
-        model = model_sha256(folder) if folder else name
+    for name, seed, model, evaluated in plan(options, Task(domain, draws)):
         settings = {"model": model, "data": domain.sha256, "max_length": options.max_length}
         if known := Records.read(options.output).find(domain.name, name, seed):
             check_same(known, **settings)
             continue
         print(f"{domain.name}: {name}, seed {seed}", flush=True)
-        results = evaluate_system(task, name, folder, python, options.max_length)
         values = {"domain": domain.name, "system": name, "seed": seed, **settings}
-        values |= {"results": results, "origin": Origin.of_this_process()}
+        values |= {"results": evaluated(), "training_minutes": options.minutes.get(name)}
+        record = Record.model_validate(values | {"origin": Origin.of_this_process()})
         records = Records.read(options.output)  # which another process may have changed
-        records.records.append(Record.model_validate(values))
+        records.records.append(record)
         records.write(options.output)
 
 

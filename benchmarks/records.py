@@ -135,17 +135,6 @@ class Records:
                 found.append(Scores(none, draws, units, labels))
         return found
 
-    def difference(
-        self,
-        domain: str,
-        first: tuple[str, str],
-        second: tuple[str, str] | None = None,
-        labels: int = 100,
-    ) -> Difference | None:
-        """Returns the difference of two systems on a domain, each a name and a view; None if a record is missing."""
-        sides = [self.scores(domain, *side, labels) for side in (first, second) if side]
-        return compare(*sides) if all(sides) else None
-
     def differences(
         self,
         domains: Sequence[str],
@@ -153,8 +142,14 @@ class Records:
         second: tuple[str, str] | None = None,
         labels: int = 100,
     ) -> list[Difference | None]:
-        """Returns the difference on each domain, and last their average; None where a record is missing."""
-        found = [self.difference(domain, first, second, labels) for domain in domains]
+        """Returns the difference of two systems, each a name and a view, on each domain, and last their average.
+
+        It is None where a record is missing. Without a second system it is the first one's score.
+        """
+        found = list[Difference | None]()
+        for domain in domains:
+            sides = [self.scores(domain, *side, labels) for side in (first, second) if side]
+            found.append(compare(*sides) if all(sides) else None)
         known = [change for change in found if change is not None]
         return [*found, average(known) if len(known) == len(domains) else None]
 

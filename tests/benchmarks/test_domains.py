@@ -61,8 +61,9 @@ def test_records_keep_what_comparisons_need_and_resume(
     assert len(scores) == 2 and scores[0].draws.shape == (4, 100)
     assert np.isfinite(scores[0].draws).sum(axis=1).tolist() == [80] * 4
     assert scores[0].mean == pytest.approx(kept.accuracy, abs=1e-5)
-    change = records.difference("topics", VIEW, ("words", "words"), labels=20)
-    assert change and change.mean == pytest.approx(
+    change, mean = records.differences(["topics"], VIEW, ("words", "words"), labels=20)
+    assert change and mean and mean.low == change.low
+    assert change.mean == pytest.approx(
         scores[0].mean - records.scores("topics", "words", "words", 20)[0].mean
     )
     chosen = {json.loads(line)["text"] for line in (choosing / "topics.jsonl").open()}
