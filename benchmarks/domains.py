@@ -51,6 +51,7 @@ from multicls.systems import Linear, Words
 
 ROWS, CHOOSING = 2000, 300  # rows of a domain at most, and those of them that may choose settings
 TOPICS = 200
+CHUNK = 200  # texts that are embedded at a time
 CACHE = REPOSITORY / "runs" / "benchmarks" / "embeddings"
 WORKERS = REPOSITORY / "benchmarks" / "workers.py"
 WORDS = "words"  # the system that reads TF-IDF of words, without a model
@@ -139,14 +140,15 @@ class Task:
     def of_model(self, folder: Path, max_length: int) -> Outcomes:
         """Returns the outcomes of all views of a model."""
         model = Embedder(folder, max_length)
-        key = f"{model_sha256(folder)}-{model.max_length}"
-        features = cached_embeddings(CACHE, key, self.domain.texts, model.embed)
+        key, texts = f"{model_sha256(folder)}-{model.max_length}", self.domain.texts
+        for end in range(CHUNK, len(texts) + CHUNK, CHUNK):  # what is kept if this stops
+            features = cached_embeddings(CACHE, key, texts[:end], model.embed)
         if "sentence" in features:  # what sentence-transformers returns: the mean of these models
             features["mean"] = features.pop("sentence")
         if model.topics is None:
             features["topics"] = self.domain.topics
         else:
-            features["topics"] = topics_of(model.topics, model.tokenizer, self.domain.texts)
+            features["topics"] = topics_of(model.topics, model.tokenizer, texts)
         return self.of_features(features)
 
     def of_features(self, features: Mapping[str, Array]) -> Outcomes:

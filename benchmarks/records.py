@@ -40,9 +40,9 @@ class Origin(Settings):
     @classmethod
     def of_this_process(cls) -> "Origin":
         """Returns the origin of what this command measures; its folders are cut to their names."""
-        words = [without_folders(word) for word in sys.argv]
+        script = f"benchmarks/{Path(sys.argv[0]).name}"
         return cls(
-            command=shlex.join(["python", f"benchmarks/{words[0]}", *words[1:]]),
+            command=shlex.join(["python", script, *map(without_folders, sys.argv[1:])]),
             machine=machine(),
             threads=os.environ.get("OMP_NUM_THREADS", "all"),
             date=time.strftime("%Y-%m-%d"),
