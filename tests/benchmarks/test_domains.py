@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,35 @@ def test_records_keep_what_comparisons_need_and_resume(
     assert domains.main(command) == 0 and output.read_bytes() == before
     with pytest.raises(UserError, match="bert, seed 1: its record has another max_length"):
         domains.main([*command, "--max_length", "32"])
+
+
+PEER = """
+import json, sys
+import numpy as np
+job = json.load(open(sys.argv[2]))
+targets = np.array(job["targets"])
+answers = {f"draw{n}": targets[scored] for n, (train, scored) in enumerate(job["draws"])}
+answers["draw1"][:8] = -1
+if sys.argv[1] == "wordllama":
+    answers = {"mean": np.eye(3)[targets]}
+np.savez(sys.argv[2].replace(".json", ".npz"), **answers)
+"""
+
+
+def test_peers_answer_from_processes_of_their_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One predicts all labels but eight of the second draw's 80, one embeds the labels."""
+    (tmp_path / "peer.py").write_text(PEER)
+    monkeypatch.setattr(domains, "WORKERS", tmp_path / "peer.py")
+    command = ["--domain", f"topics={data / 'topics'}", "--draws", "2", "--labels", "20"]
+    command += ["--output", str(tmp_path / "peers.json")]
+    command += ["--peer", f"semantra={sys.executable}", f"wordllama={sys.executable}"]
+    assert domains.main(command) == 0
+    semantra, wordllama = Records.read(tmp_path / "peers.json").records
+    assert semantra.results[20]["predictions"].accuracy == pytest.approx((1 + 0.9) / 2)
+    assert wordllama.results[20]["mean"].accuracy == 1.0
+    assert "mean+topics" in wordllama.results[20]
 
 
 def test_values_survive_packing() -> None:
