@@ -4,6 +4,7 @@
 # make test-walks  sets up, then runs the longest: the commands of all pages, and two nodes under SLURM
 # make test-ci   sets up, then runs both in one go, which leaves no process idle in between
 # make lint      sets up, then runs ruff and mypy
+# make results   sets up, then makes figures and tables of the pages from the records in benchmarks/results
 # make docs      sets up, then builds the documentation as a site in build/site
 # make setup     only sets up; skipped when nothing changed since
 # make clean     removes what the others made, the environment included
@@ -18,7 +19,7 @@ CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test test-all test-walks test-ci lint docs clean
+.PHONY: setup demo test test-all test-walks test-ci lint results docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -63,6 +64,9 @@ lint: setup
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(CODE)
+
+results: setup
+	$(BIN)/python benchmarks/pages.py
 
 docs: setup
 	$(BIN)/zensical build --strict --clean

@@ -2,18 +2,12 @@
 
 OMP_NUM_THREADS=1 python benchmarks/data_prep.py FOLDER --rounds 3
 
-python benchmarks/data_prep.py FOLDER --scale 100000000
-
 FOLDER holds `.txt` files, one document a file. Each measurement is a process of its own, from the files to what lies on
 disk. The baseline splits sentences with the same splitter and tokenizes them, one document at a time or in batches of
 1,000; it does less, for it neither cleans nor finds duplicates nor counts document frequencies. The loader delivers
 batches of 10 examples of three sequences of 128 tokens from the corpus that was made.
-
-With `--scale N`, it makes records of N documents (hashes and lengths, no text) in FOLDER, a tenth of them copies, and
-measures the peak memory of a process that finds the copies, and of one that holds the windows of the training split.
 """
 
-import multiprocessing
 import shutil
 import statistics
 import subprocess
@@ -21,23 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from benchmarks.harness import Case, Report, take_turns
-from data_prep.build import write_hashes
 from data_prep.examples import ExampleStream, SpecialIds
-from multicls.corpus import Corpus, held_out_share
-from multicls.environment import peak_memory_gb
+from multicls.corpus import Corpus
 from multicls.errors import UserError, run_command
 from multicls.files import REPOSITORY
 from multicls.sample import sample_model
@@ -70,7 +57,6 @@ class Options(Settings):
 
     folder: CliPositionalArg[str] = Field(description="folder of .txt files, one document a file")
     rounds: int = Field(3, ge=1, description="rounds of each comparison")
-    scale: int = Field(0, ge=0, description="number of synthetic documents, instead of text")
 
 
 def preparations(text: str, folder: Path) -> dict[str, Case]:
@@ -113,72 +99,10 @@ def sequences_per_second(stream: ExampleStream, workers: int, seconds: float = 3
     return count * SEQUENCES / (time.perf_counter() - start)
 
 
-RECORDS = 1_000_000  # documents of a synthetic unit or shard
-
-
-def peak_of_copies(folders: list[Path]) -> tuple[int, float, float]:
-    """Returns the number of copies, the peak memory of this process in GB, and its CPU seconds."""
-    from data_prep.merge import find_copies
-
-    copies = sum(int(copied.sum()) for copied in find_copies(folders, True, None))
-    return copies, peak_memory_gb("cpu"), time.process_time()
-
-
-def peak_of_windows(folders: list[Path]) -> tuple[int, float, float]:
-    """Returns the number of windows of a corpus of the documents, and memory and CPU seconds as `peak_of_copies`."""
-    from data_prep.windows import WindowIndex
-
-    def shard(number: int) -> Any:
-        hashes = np.load(folders[number] / "hashes.npy")[0]
-        rows = {"num_tokens": (hashes % 1200).astype(np.uint32) + 60, "hashes": hashes}
-        rows["source_codes"] = np.zeros(len(hashes), np.int32)
-        rows["row_starts"] = np.arange(len(hashes) + 1, dtype=np.int32) * 10
-        return SimpleNamespace(**rows, source_names=["web"], begins=np.ones(len(hashes), bool))
-
-    last = lru_cache(1)(shard)
-    corpus: Any = SimpleNamespace(num_shards=len(folders), shard=last)
-    corpus.first_rows = [number * RECORDS for number in range(len(folders))]
-    corpus.validation_limit = lambda fraction: fraction
-    corpus.held_out = lambda number, limit, rows=slice(None): (
-        held_out_share(last(number).hashes[rows]) < limit
-    )
-    split: Any = {"validation": False, "validation_fraction": 0.01, "source_weights": {}}
-    index = WindowIndex(corpus, num_parts=3, tokens_per_window=315, **split)
-    return index.per_epoch, peak_memory_gb("cpu"), time.process_time()
-
-
-def measure_scale(number: int, folder: Path, report: Report) -> None:
-    """Makes records of `number` documents in a folder and adds a table of what they cost."""
-    folders, generator = list[Path](), np.random.default_rng(0)
-    earlier = np.zeros(0, np.uint64)
-    for first in range(0, number, RECORDS):
-        size = min(RECORDS, number - first)
-        hashes = generator.integers(1 << 64, size=size, dtype=np.uint64)
-        copies = earlier[: size // 10]  # a tenth are copies of the shard before
-        hashes[: len(copies)] = copies
-        earlier = hashes[::-1]
-        folders.append(folder / f"{first // RECORDS:05d}")
-        folders[-1].mkdir()
-        write_hashes(folders[-1], hashes)
-    rows = []
-    for name, measure in (("find_copies", peak_of_copies), ("WindowIndex", peak_of_windows)):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found, gigabytes, seconds = pool.submit(measure, folders).result()
-        rows.append([name, f"{found:,}", gigabytes, 1e9 * gigabytes / number, seconds])
-    columns = ["", "copies or windows", "peak memory (GB)", "bytes a document", "CPU seconds"]
-    report.table(f"{number:,} documents", columns, rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the report."""
     options = parse(Options, argv, prog="benchmarks/data_prep.py", doc=__doc__)
     report = Report("Data preparation")
-    if options.scale:
-        Path(options.folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-            measure_scale(options.scale, Path(scratch), report)
-        report.write()
-        return 0
     from pretrain.batches import start_loader_server  # torch, after --help
 
     megabytes = sum(file.stat().st_size for file in Path(options.folder).glob("*.txt")) / 1e6

@@ -10,7 +10,6 @@ import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from multicls.environment import environment_record
-from multicls.errors import UserError
 from multicls.files import REPOSITORY, atomic_write
 
 RESULTS = REPOSITORY / "runs" / "benchmarks"
 Case = Callable[[], Any]
-
-
-def run(script: str, *words: object) -> None:
-    """Runs a command of the project.
-
-    Raises:
-        UserError: It failed.
-    """
-    command = [sys.executable, str(REPOSITORY / script), *map(str, words)]
-    print(f"$ {shlex.join(command[1:])}", flush=True)
-    if code := subprocess.run(command, check=False).returncode:
-        raise UserError(f"{script} ended with exit code {code}; the same command resumes.")
 
 
 def take_turns(

