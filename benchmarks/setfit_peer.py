@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         systems: dict[str, System] = {"setfit": setfit, "linear": linear}
         scores = evaluate(systems, rows, splits, bar.update)
     for name, found in scores.items():
-        print(f"{name}: {compare(found).score(rows.metric)}")
+        print(f"{name}: {compare(found).score()}")
     print(compare(scores["setfit"], scores["linear"]).verdict("setfit", "linear"))
     return 0
 

@@ -284,6 +284,7 @@ def evaluate_all(
                 rows.units,
                 float(np.mean([len(train) for train, _ in splits.draws])),
                 arrays["outputs"],
+                rows.metric,
             )
             if test is not None:
                 predicted = predictions_of(rows.kind, arrays["test"])

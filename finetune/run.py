@@ -106,10 +106,7 @@ def _print_scores(record: Record) -> None:
                 values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
                 print_line(f"{record['system']} on {entry['task']}, {what}: {values}")
             low, high = (100 * end for end in found["interval"])
-            if low <= high:
-                print_line(
-                    f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}"
-                )
+            print_line(f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}")
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:

@@ -16,7 +16,7 @@ from multicls.embeddings import available
 from multicls.evaluation import Difference, Rows, Scores, Splits, compare, evaluate
 from multicls.files import read_json, write_json
 from multicls.labels import LabelType
-from multicls.measures import LOWER_IS_BETTER, Array, predictions_of, score
+from multicls.measures import Array, larger_is_better, predictions_of, score
 
 PENALTIES = np.logspace(-3, 3, 13)  # in variances of all features together
 DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
@@ -240,7 +240,7 @@ def _quality(rows: Rows, targets: Array, unseen: Array, weights: Array) -> tuple
     wanted = targets[:, 0] if rows.kind == "score" else rows.targets
     quality = score(rows.metric, wanted, predictions_of(rows.kind, outputs))
     error = float(weights @ np.square(targets - unseen).mean(axis=1)) / len(targets)
-    return -quality if rows.metric in LOWER_IS_BETTER else quality, -error
+    return larger_is_better(rows.metric, quality), -error
 
 
 def _temperature(outputs: Array, labels: Array) -> float:
