@@ -16,7 +16,7 @@ from multicls.cards import cell
 from multicls.console import count
 from multicls.evaluation import Rows, Scores, compare
 from multicls.files import atomic_write
-from multicls.measures import LOWER_IS_BETTER, Array, predictions_of
+from multicls.measures import Array, factor_of, predictions_of
 
 LISTED = 20  # rows of each list
 ALIKE = 0.95  # share of equal words from which on two rows to label are one
@@ -116,7 +116,7 @@ def _about_table(found: Compared) -> str:
 
 def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
     """Returns the score by the number of training rows."""
-    factor = 1 if metric in LOWER_IS_BETTER else 100
+    factor = factor_of(metric)
     rows = [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
     return [["training rows", metric], *rows]
 

@@ -28,7 +28,7 @@ from multicls.console import count, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.evaluation import Difference, Scores, compare
 from multicls.files import atomic_write
-from multicls.measures import LOWER_IS_BETTER
+from multicls.measures import larger_is_better
 from multicls.settings import Settings, parse
 
 AVERAGE = "average"  # of the tasks
@@ -82,8 +82,7 @@ class Group:
     def order(self) -> tuple[str, float, float]:
         """The key that sorts groups: by task and training rows, the best system first."""
         size = math.inf if self.size == "full" else int(self.size.partition("-")[0])
-        sign = 1 if self.scores.metric in LOWER_IS_BETTER else -1
-        return self.task, size, sign * self.scores.mean
+        return self.task, size, -larger_is_better(self.scores.metric, self.scores.mean)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.evaluation import Scores, compare
 from multicls.files import atomic_write, lock_holder, read_json, write_json
-from multicls.measures import larger_is_better
+from multicls.measures import LOWER_IS_BETTER, factor_of, larger_is_better
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
@@ -147,12 +147,13 @@ def _split_entry(
     from finetune.metrics import main_values, majority_output, score_predictions
 
     values, units = main_values(task, arrays)
-    change = compare(scores_of([values], units, task.metrics[0]))
+    main = task.metrics[0]
+    change = compare(scores_of([values], units, main))
     output = majority_output(rows.task, train, rows.splits[split])
     guesses = {**arrays, "logits": np.tile(output, (len(values), 1))}
     return {
         "rows": len(values),
-        "interval": [change.low, min(1.0, change.high) if change.factor > 1 else change.high],
+        "interval": [change.low, change.high if main in LOWER_IS_BETTER else min(1.0, change.high)],
         "scores": score_predictions(task, arrays),
         "majority": output.tolist(),
         "baselines": score_predictions(rows.task, guesses),
@@ -184,6 +185,8 @@ def model_card(record: Record, tasks: Scored) -> str:
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         cell=cell,
+        factor_of=factor_of,
+        larger_is_better=larger_is_better,
         start=model_link(inherited),
         record=record,
         task=task,

@@ -16,7 +16,14 @@ import numpy as np
 
 from multicls.errors import UserError
 from multicls.labels import LabelledRows, LabelType
-from multicls.measures import LOWER_IS_BETTER, METRICS, Array, predictions_of, row_values
+from multicls.measures import (
+    LOWER_IS_BETTER,
+    METRICS,
+    Array,
+    factor_of,
+    predictions_of,
+    row_values,
+)
 
 REPEATS = 2  # of the folds
 FOLDS = 5
@@ -278,22 +285,19 @@ class Difference:
     covers: str = "new training rows and new rows"
     metric: str = ""
 
-    @property
-    def factor(self) -> float:
-        """What values are multiplied by for people: 100 for points; MAE stays in the unit of the labels."""
-        return 1.0 if self.metric in LOWER_IS_BETTER else 100.0
-
     def __str__(self) -> str:
         """Returns it in points: the mean, and the interval if there is one."""
-        mean, low, high = (self.factor * value for value in (self.mean, self.low, self.high))
+        factor = factor_of(self.metric)
+        mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
         if not np.isfinite(high):
             return f"{mean:+.1f} (no interval: fewer than ten documents)"
         return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
     def score(self) -> str:
         """Returns a score in percent with its interval, without signs."""
-        mean, low, high = (self.factor * value for value in (self.mean, self.low, self.high))
-        if self.factor > 1:
+        factor = factor_of(self.metric)
+        mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
+        if factor > 1:
             high = min(high, 100.0)
         return f"{mean:.1f} ({low:.1f} to {high:.1f})"
 
@@ -305,12 +309,11 @@ class Difference:
     def verdict(self, first: str, second: str) -> str:
         """Returns the difference in words."""
         side = "better" if self.mean >= 0 else "worse"
-        size = sorted(abs(self.factor * value) for value in (self.low, self.high))
+        factor = factor_of(self.metric)
+        size = sorted(abs(factor * value) for value in (self.low, self.high))
         if self.is_shown:
             interval = f"{size[0]:.1f} to {size[1]:.1f}"
-            return (
-                f"{first} is {abs(self.factor * self.mean):.1f} {side} than {second} ({interval})"
-            )
+            return f"{first} is {abs(factor * self.mean):.1f} {side} than {second} ({interval})"
         return f"{first} and {second} may be equal: {self}"
 
 

@@ -182,12 +182,12 @@ class RidgeSystem:
                 rare = int(marks.sum(axis=0).argmin())
                 margin = (unseen[:, rare] - unseen[:, 1 - rare])[:, None]
                 shift = np.zeros(2)
-                shift[rare] = 0.5 - _thresholds(margin + 0.5, marks[:, [rare]])[0]
+                shift[rare] = 0.5 - best_thresholds(margin + 0.5, marks[:, [rare]])[0]
                 self.fitted = replace(self.fitted, bias=self.fitted.bias + shift)
                 unseen = unseen + shift
             self.temperature = _temperature(unseen, rows.targets.astype(int))
         elif rows.kind == "multi_label":
-            self.thresholds = _thresholds(unseen, rows.targets)
+            self.thresholds = best_thresholds(unseen, rows.targets)
 
     def predict(self, rows: Rows) -> Array:
         """Returns outputs (N, C): logits of classes, distances from the threshold of several labels, or scores."""
@@ -236,7 +236,7 @@ def read_ridge(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 def _quality(rows: Rows, targets: Array, unseen: Array, weights: Array) -> tuple[float, float]:
     """Returns the main metric of unseen training rows, the larger the better, and minus the squared error."""
     several = rows.kind == "multi_label"
-    outputs = unseen - _thresholds(unseen, rows.targets) if several else unseen
+    outputs = unseen - best_thresholds(unseen, rows.targets) if several else unseen
     wanted = targets[:, 0] if rows.kind == "score" else rows.targets
     quality = score(rows.metric, wanted, predictions_of(rows.kind, outputs))
     error = float(weights @ np.square(targets - unseen).mean(axis=1)) / len(targets)
@@ -256,9 +256,9 @@ def _temperature(outputs: Array, labels: Array) -> float:
     return float(np.exp(minimize_scalar(cost, bounds=(-6, 2), method="bounded").x))
 
 
-def _thresholds(outputs: Array, marks: Array) -> Array:
-    """Returns the output above which each label is given, (C,): that of the best F1, 0.5 for a rare label."""
-    found = np.full(marks.shape[1], 0.5)
+def best_thresholds(outputs: Array, marks: Array, default: float = 0.5) -> Array:
+    """Returns the output above which each label is given, (C,): that of the best F1, the default for a rare label."""
+    found = np.full(marks.shape[1], default)
     for column in np.flatnonzero(marks.sum(axis=0) >= FEWEST_MARKS):
         order = np.argsort(-outputs[:, column], kind="stable")
         values, right = outputs[order, column], marks[order, column].cumsum()
