@@ -334,8 +334,8 @@ def compare(
 
     The interval is the root of the squares of the three intervals (as in Zou's MOVER).
 
-    With a single training set the interval is for new rows alone. tests/multicls/test_evaluation.py simulates the
-    coverage.
+    With a single training set the interval is for new rows alone. tests/multicls/test_evaluation.py simulates folds,
+    tests/finetune/test_report.py training sets that are scored on the same other rows.
     """
     from scipy import stats
 
