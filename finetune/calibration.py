@@ -6,14 +6,12 @@ whatever loads the model has the calibrated probabilities; the most likely class
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import expit, log_expit, log_softmax, softmax
-from sklearn.metrics import f1_score
+from scipy.special import expit, log_expit, log_softmax
 
 from finetune.tasks import Array, Task
+from multicls.systems import best_thresholds
 
 FEWEST = 10  # validation rows for a temperature
-FEWEST_POSITIVE = 5  # validation rows with a label for its threshold
-BINS = 15  # of the calibration error
 SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an error ask for T = 0
 
 
@@ -35,26 +33,6 @@ def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
 
 
 def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
-    """Returns the probability from which on each label (N, C) is given, that with the best F1; 0.5 for few rows."""
-    thresholds = []
-    for column, marks in zip(expit(outputs.astype(np.float64)).T, labels.T, strict=True):
-        best = 0.5
-        if marks.sum() >= FEWEST_POSITIVE:
-            cuts = np.unique(np.append(column, 0.5))
-            middles = [0.5, *((cuts[1:] + cuts[:-1]) / 2)]
-            scores = [f1_score(marks, column >= cut, zero_division=0.0) for cut in middles]
-            best = float(middles[int(np.argmax(scores))])
-        thresholds.append(round(min(max(best, 1e-9), 1 - 1e-9), 9))
-    return thresholds
-
-
-def calibration_error(outputs: Array, labels: Array) -> float:
-    """Returns the expected calibration error (Guo et al., 2017) of logits (N, C) for class indices (N,), in 15 bins.
-
-    It is the mean over the rows of |accuracy - confidence| of their bin; the confidence is the probability of the
-    predicted class, and a bin holds its upper end.
-    """
-    probabilities = softmax(outputs.astype(np.float64), axis=1)
-    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    gaps = np.bincount(np.ceil(confidence * BINS).astype(int), right - confidence)
-    return float(np.abs(gaps).sum() / len(labels))
+    """Returns the probability above which each label (N, C) is given, that with the best F1; 0.5 for few rows."""
+    thresholds = expit(best_thresholds(outputs.astype(np.float64), labels, default=0.0))
+    return np.clip(thresholds, 1e-9, 1 - 1e-9).tolist()

@@ -29,7 +29,7 @@ from multicls.console import print_line, print_summary, progress_bar
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.evaluation import FOLDS, Rows, Scores, System, evaluate, fewer, folds, learning_curve
 from multicls.files import atomic_write, locked, read_json, write_json
-from multicls.measures import Array, predictions_of, row_values
+from multicls.measures import Array, larger_is_better, predictions_of, row_values
 from multicls.settings import parse
 
 NamedFile = Annotated[str, Field(pattern="^[^= ]+=.")]
@@ -130,7 +130,8 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
     train, test, unlabelled = (whole.take(part) if len(part) else None for part in parts)
     assert train is not None
     scores, tests = evaluate_all(chosen, train, test, keys, options, output)
-    order = sorted(scores, key=lambda name: (-scores[name].mean, name))
+    better = {name: larger_is_better(found.metric, found.mean) for name, found in scores.items()}
+    order = sorted(scores, key=lambda name: (-better[name], name))
     return Compared(
         task,
         train,
@@ -284,6 +285,7 @@ def evaluate_all(
                 rows.units,
                 float(np.mean([len(train) for train, _ in splits.draws])),
                 arrays["outputs"],
+                rows.metric,
             )
             if test is not None:
                 predicted = predictions_of(rows.kind, arrays["test"])

@@ -9,15 +9,16 @@ import numpy as np
 from scipy.special import log_softmax, softmax
 
 from finetune.compare import Compared
+from finetune.results import scores_of
+from finetune.tables import aligned, markdown, write_csv
 from finetune.tasks import Task
 from multicls.cards import cell
 from multicls.console import count
-from multicls.evaluation import Difference, Rows, Scores, compare
+from multicls.evaluation import Rows, Scores, compare
 from multicls.files import atomic_write
-from multicls.measures import LOWER_IS_BETTER, Array, predictions_of
+from multicls.measures import Array, factor_of, predictions_of
 
 LISTED = 20  # rows of each list
-SHOWN = 300  # characters of a text in report.md
 ALIKE = 0.95  # share of equal words from which on two rows to label are one
 PRECISIONS = (0.8, 0.9, 0.95, 0.99)  # of the abstention thresholds that are shown
 
@@ -51,52 +52,44 @@ def write_report(
         file.write(f"# {cell(found.task.name)}\n\n{cell(' '.join(lines))}\n")
         for title, rows, what in sections:
             if len(rows) > 1:
-                file.write(f"\n## {title}\n\n{what}\n\n{_markdown(rows)}\n")
+                file.write(f"\n## {title}\n\n{what}\n\n{markdown(rows)}\n")
         notes = [f"- {cell(note)}" for note in found.notes]
         file.write("\n## Notes on the rows\n\n" + "\n".join(notes) + "\n")
-    _write_csv(output / "labels_to_check.csv", suspects)
+    write_csv(output / "labels_to_check.csv", suspects)
     if found.new is not None:
-        _write_csv(output / "rows_to_label.csv", next_rows)
-    return [*(_aligned(table)), "", *lines]
+        write_csv(output / "rows_to_label.csv", next_rows)
+    return [*(aligned(table)), "", *lines]
 
 
 def verdict(found: Compared, best: str) -> list[str]:
     """Returns in words which system is the best, how good it is, and what it is better than."""
     scores, rows = found.scores, found.rows
     what = f"{rows.metric}, folds over {count(len(rows.targets), 'labelled row')}"
-    lines = [f"{best}: {compare(scores[best]).score(rows.metric)} ({what})."]
+    lines = [f"{best}: {compare(scores[best]).score()} ({what})."]
     others = [name for name in scores if name != best and name != "majority"]
     is_original = best.startswith(f"{found.original} ") or " " not in best
     rivals = [name for name in others if name.startswith(f"{found.original} ")]
     rival = next(iter(others if is_original else rivals or others), None)
     if rival:
-        change = difference(found, best, rival)
+        change = compare(scores[best], scores[rival])
         lines.append(f"{change.verdict(best, rival)}.")
     if found.tests:
         number = len(found.tests[best])
         scored = [_test_scores(found, name) for name in (best, rival) if name]
-        lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score(rows.metric)}")
+        lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score()}")
         if rival:
             lines[-1] += f"; {compare(*scored).verdict(best, rival)} there"
         lines[-1] += "."
-    if "majority" in scores and not difference(found, best, "majority").low > 0:
+    if "majority" in scores and not compare(scores[best], scores["majority"]).low > 0:
         lines.append("It is not shown to be better than the majority class.")
     lines.append(f"It is fitted on all {len(rows.targets)} rows.")
     return lines
 
 
-def difference(found: Compared, first: str, second: str) -> Difference:
-    """Returns the difference of two systems, positive if the first one is better."""
-    change = compare(found.scores[first], found.scores[second])
-    if found.rows.metric in LOWER_IS_BETTER:
-        return Difference(-change.mean, -change.high, -change.low, change.covers)
-    return change
-
-
 def _test_scores(found: Compared, name: str) -> Scores:
     assert found.test is not None
     values = found.tests[name]
-    return Scores(np.zeros((0, len(values))), values[None], found.test.units)
+    return scores_of([values], found.test.units, found.rows.metric)
 
 
 def score_table(found: Compared, best: str) -> list[list[str]]:
@@ -107,11 +100,11 @@ def score_table(found: Compared, best: str) -> list[list[str]]:
         header += [f"{metric}, test", "against it, test"]
     table = [header]
     for name, scores in found.scores.items():
-        row = [name, compare(scores).score(metric)]
-        row.append("" if name == best else str(difference(found, name, best)))
+        row = [name, compare(scores).score()]
+        row.append("" if name == best else str(compare(scores, found.scores[best])))
         if found.tests:
             own, other = _test_scores(found, name), _test_scores(found, best)
-            row += [compare(own).score(metric), "" if name == best else str(compare(own, other))]
+            row += [compare(own).score(), "" if name == best else str(compare(own, other))]
         table.append(row)
     return table
 
@@ -123,7 +116,7 @@ def _about_table(found: Compared) -> str:
 
 def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
     """Returns the score by the number of training rows."""
-    factor = 1 if metric in LOWER_IS_BETTER else 100
+    factor = factor_of(metric)
     rows = [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
     return [["training rows", metric], *rows]
 
@@ -214,7 +207,7 @@ def save_best(
 
     about: dict[str, Any] = {
         "system": best,
-        "score": compare(found.scores[best]).score(found.rows.metric),
+        "score": compare(found.scores[best]).score(),
         "training_rows": len(found.rows.targets),
         "abstention": steps,
     }
@@ -224,20 +217,3 @@ def save_best(
     source, max_length = found.encoders.get(best.partition(" ")[0], (None, 0))
     topics = output / "cache" / f"{safe_name(best.partition(' ')[0])}-topics.safetensors"
     save_system(fitted, output / "model", found.task, about, source, max_length, topics)
-
-
-def _markdown(table: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cell(text[:SHOWN]) for text in row) + " |" for row in table]
-    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in table]
-
-
-def _write_csv(path: Path, table: list[list[str]]) -> None:
-    import csv
-
-    with atomic_write(path) as file:
-        csv.writer(file).writerows(table)

@@ -1,25 +1,45 @@
-"""The metrics of the benchmarks and of own rows, by scikit-learn and scipy, all as fractions of 1."""
+"""The metrics of the benchmarks and of own rows. Each is the mean of one value per row (`multicls.measures`)."""
 
 import operator
 import re
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import pandas as pd
 
-from finetune.tasks import Array, Example, Task, example_arrays
+from finetune.tasks import Array, Example, Task
+from multicls import measures
 from multicls.errors import UserError
-from multicls.measures import MEASURES, score
 
 
-def metric(name: str, labels: Array, predictions: Array) -> float:
-    """Returns a metric, 0 where it is undefined; classes without label and prediction do not count.
+def metric_values(task: Task, name: str, predictions: Mapping[str, Array]) -> Array:
+    """Returns one value per row, (N,), whose mean is the metric; 0 where it is undefined.
 
-    `f1a` is the F1 of all of MultiRC's answers.
+    `f1a` is the F1 of all of MultiRC's answers, `em` the share of its questions with all answers right; `record_f1` and
+    `record_em` are means over ReCoRD's queries; "mean(..)" is the mean of the task's other metrics.
     """
-    return score("f1" if name == "f1a" else name, labels, predictions)
+    if name.startswith("mean("):
+        others = [other for other in task.metrics if other != name]
+        return np.mean([metric_values(task, other, predictions) for other in others], axis=0)
+    labels, predicted = predictions["labels"], predictions_of(task, predictions["logits"])
+    if name != "em" and name not in MATCHES:
+        return measures.row_values("f1" if name == "f1a" else name, labels, predicted)
+    _, group_of, sizes = np.unique(predictions["groups"], return_inverse=True, return_counts=True)
+    if name == "em":
+        of_groups = (np.bincount(group_of, labels != predicted) == 0).astype(float)
+    else:
+        of_groups = _record(predictions, group_of, MATCHES[name])
+    influence = (of_groups - of_groups.mean()) * len(labels) / (len(sizes) * sizes)
+    values: Array = of_groups.mean() + influence[group_of]
+    return values
+
+
+def main_values(task: Task, predictions: Mapping[str, Array]) -> tuple[Array, Array]:
+    """Returns the values of the main metric, (N,), and the unit of each row: its passage or itself."""
+    passages = predictions["passages"]
+    units = np.where(passages != "", passages, predictions["ids"])
+    return metric_values(task, task.metrics[0], predictions), units.astype(str)
 
 
 def predictions_of(task: Task, outputs: Array) -> Array:
@@ -49,71 +69,46 @@ def score_predictions(task: Task, predictions: Mapping[str, Array]) -> dict[str,
     if broken := int((~np.isfinite(outputs)).any(axis=1).sum()):
         what = f"the model's outputs for {broken} of {len(outputs)} rows are not finite numbers"
         raise UserError(f"task {task.name}: {what}. Lower train.learning_rate; check the weights.")
-    values = _values(task, predictions)
+    scores = {name: float(metric_values(task, name, predictions).mean()) for name in task.metrics}
     for part in sorted(set(parts.tolist()) - {""}):
         rows = {name: array[parts == part] for name, array in predictions.items()}
-        values |= {f"{name}_{part}": value for name, value in _values(task, rows).items()}
-    return values
+        for name in task.metrics:
+            scores[f"{name}_{part}"] = float(metric_values(task, name, rows).mean())
+    return scores
 
 
-def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dict[str, float]:
-    """Returns the scores of train's most frequent class (labels of most rows, the first choice, any score).
+def majority_output(task: Task, train: list[Example], dev: list[Example]) -> Array:
+    """Returns the output (C,) that train's most frequent class asks for (labels of most rows, first choice, any score).
 
     Of equally frequent ones, as after a draw of N rows a class, it is the one that dev has most of.
     """
     if task.multi_label:
-        output = np.mean([example.labels for example in train], axis=0) - 0.5
-    elif task.is_regression:
-        output = task.to_target(np.array([np.mean([example.label for example in train])]))
-    elif task.num_choices:
-        output = np.eye(task.num_choices)[0]
-    else:
-        labels = [int(row.label) for row in (*train, *dev)]
-        weights = [1.0] * len(train) + [1 / (len(dev) + 1)] * len(dev)  # those of dev decide ties
-        output = np.bincount(labels, weights, minlength=task.num_labels)
-    return score_predictions(task, example_arrays(dev, np.tile(output, (len(dev), 1))))
+        return np.mean([example.labels for example in train], axis=0) - 0.5
+    if task.is_regression:
+        return task.to_target(np.array([np.mean([example.label for example in train])]))
+    if task.num_choices:
+        return np.eye(task.num_choices)[0]
+    labels = [int(row.label) for row in (*train, *dev)]
+    weights = [1.0] * len(train) + [1 / (len(dev) + 1)] * len(dev)  # those of dev decide ties
+    return np.bincount(labels, weights, minlength=task.num_labels)
 
 
-def _values(task: Task, predictions: Mapping[str, Array]) -> dict[str, float]:
-    labels, predicted = predictions["labels"], predictions_of(task, predictions["logits"])
-    values: dict[str, float] = {}
-    for name in task.metrics:
-        if name == "f1a" or name in MEASURES:
-            values[name] = metric(name, labels, predicted)
-        elif name == "em":  # MultiRC: questions with all answers right
-            right = pd.Series(labels == predicted).groupby(predictions["groups"])
-            values[name] = float(right.all().mean())
-        elif name in MATCHES:
-            values[name] = float(_record(predictions, MATCHES[name]).mean())
-    mean = sum(values.values()) / len(values)
-    return {name: mean if name.startswith("mean(") else values[name] for name in task.metrics}
-
-
-def row_values(task: Task, predictions: Mapping[str, Array]) -> tuple[Array | None, Array]:
-    """Returns values (of rows, or ReCoRD's queries) whose mean is the main score, or None, and the unit of each."""
-    passages, main = predictions["passages"], task.metrics[0]
-    units = np.where(passages != "", passages, predictions["ids"])
-    if main in ("acc", "exact_match"):
-        right = predictions_of(task, predictions["logits"]) == predictions["labels"]
-        return right.reshape(len(units), -1).all(axis=1).astype(float), units
-    if main.startswith("mean(") and set(task.metrics[1:]) <= MATCHES.keys():
-        values = [_record(predictions, MATCHES[name]) for name in task.metrics[1:]]
-        of_query = pd.Series(units).groupby(predictions["groups"], sort=False).first()
-        return np.mean(values, axis=0), of_query.to_numpy()
-    return None, units
-
-
-def _record(predictions: Mapping[str, Array], match: Callable[[str, str], float]) -> Array:
+def _record(
+    predictions: Mapping[str, Array], group_of: Array, match: Callable[[str, str], float]
+) -> Array:
     """Returns ReCoRD's score of each query: the chosen entity's best match with a right one."""
-    groups, answers = predictions["groups"].tolist(), predictions["answers"].tolist()
-    right: dict[str, list[str]] = {group: [] for group in groups}
-    for row in np.flatnonzero(predictions["labels"] == 1):
-        right[groups[row]].append(_normalised(answers[row]))
-    matches = []
-    margins = pd.Series(predictions["logits"][:, 1] - predictions["logits"][:, 0])
-    for group, chosen_row in margins.groupby(groups, sort=False).idxmax().items():
-        chosen = _normalised(answers[chosen_row])
-        matches.append(max((match(chosen, gold) for gold in right[group]), default=0.0))
+    margins = predictions["logits"][:, 1] - predictions["logits"][:, 0]
+    answers = list(map(_normalised, predictions["answers"].tolist()))
+    chosen, right = dict[int, int](), defaultdict[int, list[str]](list)
+    for row, group in enumerate(group_of.tolist()):
+        if margins[row] > margins[chosen.setdefault(group, row)]:
+            chosen[group] = row
+        if predictions["labels"][row] == 1:
+            right[group].append(answers[row])
+    matches = [
+        max((match(answers[chosen[group]], gold) for gold in right[group]), default=0.0)
+        for group in range(len(chosen))
+    ]
     return np.array(matches, dtype=float)
 
 

@@ -15,20 +15,15 @@ from multicls.console import count
 from multicls.errors import UserError, did_you_mean
 from multicls.evaluation import Rows
 from multicls.labels import (
-    TEXTS,
     LabelType,
     Names,
     class_names,
     find_columns,
     hint_on_numbers,
     is_empty,
-    label_type,
     plain,
-    read_label,
-    spellings_of,
+    read_splits,
     texts_of,
-    with_labels,
-    with_one_hot,
     with_texts,
 )
 from multicls.measures import METRICS
@@ -41,7 +36,6 @@ FEWEST_PAIRS = 6  # of words, in a text that may be nearly equal to another
 MOST_COMPARED = 3000  # texts
 LARGEST_UNIT = 0.5  # share of the rows that equal texts may join; above it, they are common phrases
 
-Splits = dict[str, RawRows]
 Examples = dict[str, list[Example]]
 
 
@@ -67,10 +61,30 @@ def load_own(own: OwnDataSettings) -> TaskData:
 
 def read_own(own: RowSettings, files: Mapping[str, str | None]) -> tuple[Task, Examples, list[str]]:
     """Returns the task that own rows are, the examples of each split that has a file, and notes on the rows."""
-    splits, fields, notes = _read_splits(own, files)
-    task, examples, joined = _read_examples(own, splits, fields)
+    read = read_splits({split: name for split, name in files.items() if name}, own)
+    notes = read.notes + _notes_on_groups(own, read.rows)
+    task = _task(own, read.fields, read.kind, read.labels)
+    examples: Examples = defaultdict(list)
+    for split, rows in read.rows.items():
+        for number, ((where, row), label) in enumerate(zip(rows, read.labels[split], strict=True)):
+            example = example_of(task, read.fields, row, where, f"{split}:{number}", label)
+            group = row.get(own.group_column or "")
+            passage = "" if is_empty(group) else str(group)
+            examples[split].append(replace(example, passage=passage))
     examples, more = _with_units(task, examples)
-    return task, examples, [*notes, _note(task), *joined, *more, *leak_notes(examples)]
+    return task, examples, [*notes, _note(task), *more, *leak_notes(examples)]
+
+
+def _notes_on_groups(own: RowSettings, splits: Mapping[str, RawRows]) -> list[str]:
+    """Returns notes on the splits without the column of groups, which the training rows must have."""
+    if not own.group_column:
+        return []
+    find_columns(*splits["train"][0], [[own.group_column]], "group")
+    return [
+        f"{split} rows have no column {own.group_column!r}: their groups are not known"
+        for split, rows in splits.items()
+        if own.group_column not in rows[0][1]
+    ]
 
 
 def labelled_rows(
@@ -121,16 +135,13 @@ def predictions_of_file(
     Raises:
         UserError: One of the first `labelled` examples is not in the file, or its label is not one of the task.
     """
-    rows = read_table(path)
-    fields = find_columns(*rows[0], [task.fields])
-    find_columns(*rows[0], [[own.label_column]], "label")
     kind: LabelType = "multi_label" if task.multi_label else "class"
     kind = "score" if task.is_regression else kind
-    rows, _ = with_labels(rows, own, "row")
+    changes = {"text_column": ",".join(task.fields), "label_type": kind}
+    read = read_splits({"": path}, own.model_copy(update=changes))
     labels = dict[Names, Example]()
-    for where, row in rows:
-        label = read_label(kind, row.get(own.label_column), where)
-        example = example_of(task, fields, row, where, where, label)
+    for (where, row), label in zip(read.rows[""], read.labels[""], strict=True):
+        example = example_of(task, read.fields, row, where, where, label)
         labels[example.texts] = example
     outputs = np.zeros((len(examples), task.num_labels))
     for number, example in enumerate(examples):
@@ -146,60 +157,6 @@ def predictions_of_file(
         else:
             outputs[number, int(predicted.label)] = 1.0
     return outputs
-
-
-def _read_examples(
-    own: RowSettings, splits: Splits, fields: Names
-) -> tuple[Task, Examples, list[str]]:
-    """Returns the task that the labels are, the examples of each split with groups as passages, and notes."""
-    cells = [row.get(own.label_column) for rows in splits.values() for _, row in rows]
-    kind = label_type(cells) if own.label_type == "auto" else own.label_type
-    labels = {
-        split: [read_label(kind, row.get(own.label_column), where) for where, row in rows]
-        for split, rows in splits.items()
-    }
-    joined = list[str]()
-    if kind != "score":
-        every = [label for column in labels.values() for label in column]
-        spellings, joined = spellings_of(every, own.join_labels)
-        labels = {
-            split: [tuple(dict.fromkeys(spellings[name] for name in label)) for label in column]
-            for split, column in labels.items()
-        }
-    task = _task(own, fields, kind, labels)
-    examples = defaultdict[str, list[Example]](list)
-    for split, rows in splits.items():
-        for number, ((where, row), label) in enumerate(zip(rows, labels[split], strict=True)):
-            example = example_of(task, fields, row, where, f"{split}:{number}", label)
-            group = row.get(own.group_column or "")
-            passage = "" if is_empty(group) else str(group)
-            examples[split].append(replace(example, passage=passage))
-    return task, examples, joined
-
-
-def _read_splits(
-    own: RowSettings, files: Mapping[str, str | None]
-) -> tuple[Splits, Names, list[str]]:
-    """Returns the labelled rows with a text by split, the columns of the texts, and notes."""
-    splits = {
-        split: with_one_hot(read_table(Path(name)), own) for split, name in files.items() if name
-    }
-    notes = list[str]()
-    groups: Sequence[Names] = [own.text_column.split(",")] if own.text_column else TEXTS
-    kept: Splits = {}
-    for split, rows in splits.items():
-        groups = [find_columns(*rows[0], groups)]
-        find_columns(*rows[0], [[own.label_column]], "label")
-        if own.group_column and split == "train":
-            find_columns(*rows[0], [[own.group_column]], "group")
-        elif own.group_column and own.group_column not in rows[0][1]:
-            notes.append(
-                f"{split} rows have no column {own.group_column!r}: their groups are not known"
-            )
-        rows, without_text = with_texts(rows, groups[0], f"{split} row")
-        kept[split], unlabelled = with_labels(rows, own, f"{split} row")
-        notes += without_text + unlabelled
-    return kept, groups[0], notes
 
 
 def example_of(

@@ -16,15 +16,25 @@ from scipy.special import logit
 
 from finetune.heads.build import save_fine_tuned
 from finetune.settings import RunSettings
-from finetune.tasks import TASKS, TEXT_FIELDS, Array, Task, TaskData, example_arrays, task_of
+from finetune.tasks import (
+    TASKS,
+    TEXT_FIELDS,
+    Array,
+    Example,
+    Task,
+    TaskData,
+    example_arrays,
+    task_of,
+)
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.environment import environment_record
 from multicls.errors import UserError
+from multicls.evaluation import Scores, compare
 from multicls.files import atomic_write, lock_holder, read_json, write_json
+from multicls.measures import LOWER_IS_BETTER, factor_of, larger_is_better
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
@@ -32,7 +42,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 Scored = Sequence[tuple[Task, Predictions]]  # of each task, with the thresholds that are fitted
-FORMAT = 6
+FORMAT = 7
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 HASHES = {  # in words
@@ -105,8 +115,6 @@ def save_calibrated(system: TrainedSystem, folder: Path, record: Record, tasks: 
 def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
     """Returns what one task was, its scores on each split (fractions of 1), and its calibration by validation."""
     from finetune.calibration import fit_temperature, fit_thresholds
-    from finetune.estimates import example_interval
-    from finetune.metrics import majority_scores, score_predictions
 
     task, train = rows.task, [*rows.train, *rows.validation]
     temperature, thresholds, cut = None, list[float](), task
@@ -121,14 +129,8 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "metric": task.metrics[0],
         "train_rows": len(rows.train),
         "splits": {
-            split: {
-                "rows": len(arrays["labels"]),
-                "interval": example_interval(task if split == "validation" else cut, arrays),
-                # The rows that fitted the thresholds cannot judge them.
-                "scores": score_predictions(task if split == "validation" else cut, arrays),
-                "uncut": score_predictions(task, arrays)[task.metrics[0]],
-                "baselines": majority_scores(task, train, rows.splits[split]),
-            }
+            # The rows that fitted the thresholds cannot judge them.
+            split: _split_entry(task if split == "validation" else cut, arrays, train, rows, split)
             for split, arrays in predictions.items()
         },
         "description": cut.describe(),
@@ -136,6 +138,33 @@ def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
         "temperature": temperature,
         "thresholds": thresholds,
     }
+
+
+def _split_entry(
+    task: Task, arrays: Mapping[str, Array], train: list[Example], rows: TaskData, split: str
+) -> dict[str, Any]:
+    """Returns the scores of a run on a split, and those of the majority class with its output."""
+    from finetune.metrics import main_values, majority_output, score_predictions
+
+    values, units = main_values(task, arrays)
+    main = task.metrics[0]
+    change = compare(scores_of([values], units, main))
+    output = majority_output(rows.task, train, rows.splits[split])
+    guesses = {**arrays, "logits": np.tile(output, (len(values), 1))}
+    return {
+        "rows": len(values),
+        "interval": [change.low, change.high if main in LOWER_IS_BETTER else min(1.0, change.high)],
+        "scores": score_predictions(task, arrays),
+        "majority": output.tolist(),
+        "baselines": score_predictions(rows.task, guesses),
+    }
+
+
+def scores_of(values: Sequence[Array], units: Array, metric: str) -> Scores:
+    """Returns the scores of training sets that are scored on the same rows, one value per row of each."""
+    draws = np.array(values)
+    _, numbers = np.unique(units, return_inverse=True)
+    return Scores(np.zeros((0, draws.shape[1])), draws, numbers, metric=metric)
 
 
 def model_card(record: Record, tasks: Scored) -> str:
@@ -156,6 +185,8 @@ def model_card(record: Record, tasks: Scored) -> str:
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         cell=cell,
+        factor_of=factor_of,
+        larger_is_better=larger_is_better,
         start=model_link(inherited),
         record=record,
         task=task,
@@ -261,26 +292,29 @@ def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
     return splits
 
 
-def load_results(folder: Path) -> "pd.DataFrame":
-    """Returns all finished runs: a row for each run and task, with the columns of the record and `selection_score`.
+def load_results(folder: Path) -> list[Record]:
+    """Returns all finished runs, one for each run and task, with the fields of the record and `selection_score`.
 
-    `selection_score` is the main score on the rows that picked the checkpoint. Of runs that differ in the number of a
-    subset of all rows only the first counts. A folder without a finished run is a `UserError`.
+    `selection_score` is the main score on the rows that picked the checkpoint, the larger the better. Of runs that
+    differ in the number of a subset of all rows only the first counts.
+
+    Raises:
+        UserError: The folder has no finished run.
     """
-    import pandas as pd
-
-    records = [read_record(path.parent) for path in sorted(folder.glob(f"*/*/*/{RECORD}"))]
-    rows = [record | task for record in records if record for task in record["tasks"]]
-    for row in rows:
-        picking = row["splits"].get("validation", row["splits"]["dev"])
-        row["selection_score"] = picking["scores"][row["metric"]]
-    if not rows:
+    keys = ("system", "task", "train_size", "weights_sha256", "subset", "seed", "search")
+    runs = dict[str, Record]()
+    for path in sorted(folder.glob(f"*/*/*/{RECORD}")):
+        record = read_record(path.parent) or {}
+        for entry in record["tasks"]:
+            picking = entry["splits"].get("validation", entry["splits"]["dev"])
+            score = picking["scores"][entry["metric"]]
+            run = record | entry | {"selection_score": larger_is_better(entry["metric"], score)}
+            runs.setdefault(repr([run[key] for key in keys]), run)
+    if not runs:
         what = "no finished run" if folder.is_dir() else "no such folder"
         hint = "finetune/run.py and finetune/grid.py write results."
         raise UserError(f"{folder}: {what}; {hint}", *unfinished_runs(folder))
-    keys = ["system", "task", "train_size", "weights_sha256", "subset", "seed", "search"]
-    runs = pd.DataFrame(rows)
-    return runs[~runs[keys].astype(str).duplicated()]
+    return list(runs.values())
 
 
 def unfinished_runs(folder: Path) -> list[str]:

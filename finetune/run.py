@@ -29,6 +29,7 @@ from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
 from multicls.errors import UserError, first_line, run_command
 from multicls.files import locked
+from multicls.measures import factor_of
 from multicls.settings import parse
 
 FEWEST = 8  # rows of one's own to train on
@@ -103,13 +104,10 @@ def _print_scores(record: Record) -> None:
                 rows += ", which also picked the checkpoint: optimistic"
             scored = {rows: found["scores"], f"majority class on {split}": found["baselines"]}
             for what, scores in scored.items():
-                values = "  ".join(f"{name} {100 * value:.2f}" for name, value in scores.items())
+                values = "  ".join(f"{n} {factor_of(n) * value:.2f}" for n, value in scores.items())
                 print_line(f"{record['system']} on {entry['task']}, {what}: {values}")
-            low, high = (100 * end for end in found["interval"])
-            if low <= high:
-                print_line(
-                    f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}"
-                )
+            low, high = (factor_of(entry["metric"]) * end for end in found["interval"])
+            print_line(f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}")
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:

@@ -39,6 +39,7 @@ from multicls.deepspeed_config import Precision
 from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
 from multicls.errors import UserError, first_line
 from multicls.files import read_json, write_json
+from multicls.measures import larger_is_better
 from multicls.optim import choose_precision, dropout_seed
 
 STATE = "run.pt"  # in a checkpoint: the best evaluation, the history and the seconds of training
@@ -242,7 +243,8 @@ class TaskTrainer(Trainer):
             rows = next(iter(splits.values()))
             outputs = self._predict(rows, number)
             values = score_predictions(rows.task, example_arrays(rows.examples, outputs))
-            scores.append(values[rows.task.metrics[0]])
+            main = rows.task.metrics[0]
+            scores.append(larger_is_better(main, values[main]))
             metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
             problem = problem_type_of(self.task_model.config.tasks[number])
             loss = loss_sum(problem, torch.from_numpy(outputs), rows.labels)

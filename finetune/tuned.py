@@ -34,7 +34,8 @@ The head `{}` on {}, fine-tuned by finetune/compare.py, whose report.md has its 
 class Tuned:
     """A head of `finetune.heads` on a model, trained by `finetune.training` with settings for own rows.
 
-    `fit` holds out a fifth of its rows. They pick the checkpoint, the temperature and the thresholds.
+    `fit` holds out a fifth of its rows. They pick the checkpoint, the temperature and the thresholds. The two texts of
+    a pair are read as one sequence, as BERT does; `multicls.systems.Linear` embeds each by itself.
     """
 
     is_costly: ClassVar[bool] = True

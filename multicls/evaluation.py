@@ -16,7 +16,14 @@ import numpy as np
 
 from multicls.errors import UserError
 from multicls.labels import LabelledRows, LabelType
-from multicls.measures import LOWER_IS_BETTER, METRICS, Array, predictions_of, row_values
+from multicls.measures import (
+    LOWER_IS_BETTER,
+    METRICS,
+    Array,
+    factor_of,
+    predictions_of,
+    row_values,
+)
 
 REPEATS = 2  # of the folds
 FOLDS = 5
@@ -210,6 +217,7 @@ class Scores:
         units: (N,), rows of a unit are no independent evidence.
         train_rows: Training rows of a draw that could have been scored; 0 if the training rows are others.
         outputs: (R, N, C), the outputs of the folds.
+        metric: The metric, of `measures.METRICS`; "" for another share of 1.
     """
 
     folds: Array
@@ -217,6 +225,7 @@ class Scores:
     units: Array
     train_rows: float = 0.0
     outputs: Array | None = None
+    metric: str = ""
 
     @property
     def mean(self) -> float:
@@ -262,30 +271,33 @@ def evaluate(
             draws[number, scored] = values(learn(system, train, scored), scored)
         folded = np.array([values(of, every) for of in outputs]).reshape(-1, total)
         size = float(np.mean([len(train) for train, _ in splits.draws] or [0]))
-        found[name] = Scores(folded, draws, rows.units, size, np.array(outputs))
+        found[name] = Scores(folded, draws, rows.units, size, np.array(outputs), rows.metric)
     return found
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two systems, or one system's score, with its 95 % interval."""
+    """The difference of two systems, positive if the first is better, or one system's score, with its 95 % interval."""
 
     mean: float
     low: float
     high: float
     covers: str = "new training rows and new rows"
+    metric: str = ""
 
     def __str__(self) -> str:
         """Returns it in points: the mean, and the interval if there is one."""
-        if not np.isfinite(self.high):
-            return f"{100 * self.mean:+.1f} (no interval: fewer than ten documents)"
-        return f"{100 * self.mean:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
-
-    def score(self, metric: str = "") -> str:
-        """Returns a score in percent with its interval, without signs; MAE in the unit of the labels."""
-        factor = 1 if metric in LOWER_IS_BETTER else 100
+        factor = factor_of(self.metric)
         mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
-        if metric not in LOWER_IS_BETTER:
+        if not np.isfinite(high):
+            return f"{mean:+.1f} (no interval: fewer than ten documents)"
+        return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+    def score(self) -> str:
+        """Returns a score in percent with its interval, without signs."""
+        factor = factor_of(self.metric)
+        mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
+        if factor > 1:
             high = min(high, 100.0)
         return f"{mean:.1f} ({low:.1f} to {high:.1f})"
 
@@ -297,29 +309,33 @@ class Difference:
     def verdict(self, first: str, second: str) -> str:
         """Returns the difference in words."""
         side = "better" if self.mean >= 0 else "worse"
-        size = sorted(abs(100 * value) for value in (self.low, self.high))
+        factor = factor_of(self.metric)
+        size = sorted(abs(factor * value) for value in (self.low, self.high))
         if self.is_shown:
             interval = f"{size[0]:.1f} to {size[1]:.1f}"
-            return f"{first} is {abs(100 * self.mean):.1f} {side} than {second} ({interval})"
+            return f"{first} is {abs(factor * self.mean):.1f} {side} than {second} ({interval})"
         return f"{first} and {second} may be equal: {self}"
 
 
 def compare(
     first: Scores | Sequence[Scores], second: Scores | Sequence[Scores] | None = None
 ) -> Difference:
-    """Returns the difference of two systems' scores, first - second, with its 95 % interval.
+    """Returns the difference of two systems' scores, positive if the first is better, with its 95 % interval.
 
-    Both are of the same training sets and rows; several scores are those of seeds, whose variance counts. Without a
-    second system the first one is compared with 0. The variance has three parts:
+    Both are of the same training sets and rows. Several scores are those of seeds, or of training sets that the systems
+    do not share; their variance counts. Without a second system the result is the first one's score. The variance has
+    three parts:
 
     - what other rows to score would change: that of the units' means;
     - what other training rows would change: that of the draws beyond their rows and rest, times n / (N - n) since draws
       of n rows out of N overlap (Nadeau and Bengio, 2003), and 1 / J if the J draws are the estimate. Folds take the
       estimate of the halves: what training rows change falls about as fast with n as n / N grows;
-    - the seeds'.
+    - that of several scores.
 
-    With a single training set the interval is for new rows alone. tests/multicls/test_evaluation.py simulates the
-    coverage.
+    The interval is the root of the squares of the three intervals (as in Zou's MOVER).
+
+    With a single training set the interval is for new rows alone. tests/multicls/test_evaluation.py simulates folds,
+    tests/finetune/test_report.py training sets that are scored on the same other rows.
     """
     from scipy import stats
 
@@ -330,25 +346,34 @@ def compare(
     scored = np.isfinite(of_rows)
     mean = float(folded.mean() if len(folded) else np.nanmean(draws, axis=1).mean())
     sums = _unit_sums(of_rows[scored] - of_rows[scored].mean(), one.units[scored])
-    number = len(sums)
-    variances = [(float(sums @ sums) * number / max(1, number - 1) / scored.sum() ** 2, number - 1)]
-    covers = "new rows"
+    number, covers = len(sums), "new rows"
+    of_new_rows = float(sums @ sums) * number / max(1, number - 1) / scored.sum() ** 2
+    parts = list[tuple[float, int]]()  # variances with their degrees of freedom
     if len(draws) > 1 and np.isfinite(draws).sum(axis=0).max() > 1:
         covers = Difference.covers
-        share = one.train_rows / max(1.0, draws.shape[1] - one.train_rows)
-        share += 0 if len(folded) else 1 / len(draws)
-        variances.append((max(0.0, _variance_of_draws(draws, one.units)) * share, len(draws) - 1))
-    for side in sides:
-        if len(side) > 1:
-            means = np.array([scores.mean for scores in side])
-            variances.append((float(means.var(ddof=1)) / len(side), len(side) - 1))
-    total = sum(variance for variance, _ in variances)
-    if total <= 0:  # no row differs: at most about three in N do (Hanley and Lippman-Hand, 1983)
-        total = 2.25 / number**2
-        variances = [(total, number - 1)]
-    freedom = total**2 / sum(v**2 / max(1, free) for v, free in variances if v > 0)
-    half = float(stats.t.ppf(0.975, freedom) * np.sqrt(total))
-    return Difference(mean, mean - half, mean + half, covers)
+        of_draws, noise = _variances_of_draws(draws, one.units)
+        if len(folded) or one.train_rows:
+            share = one.train_rows / max(1.0, draws.shape[1] - one.train_rows)
+            share += 0 if len(folded) else 1 / len(draws)
+            parts.append((max(0.0, of_draws - noise) * share, len(draws) - 1))
+        else:  # the rest, which is in both, counts here
+            of_new_rows = max(0.0, of_new_rows - noise / len(draws))
+            of_means = float(np.nanmean(draws, axis=1).var(ddof=1))
+            parts.append((of_means / len(draws), len(draws) - 1))
+    means = [np.array([scores.mean for scores in side]) for side in sides if len(side) > 1]
+    if means:
+        covers = Difference.covers
+        shares = [float(of_side.var(ddof=1)) / len(of_side) for of_side in means]
+        squares = sum(v**2 / (len(of) - 1) for v, of in zip(shares, means, strict=True))
+        parts.append((sum(shares), int(sum(shares) ** 2 / squares) if squares else 1))
+    parts.append((of_new_rows, number - 1))
+    if sum(variance for variance, _ in parts) <= 0:
+        # No row differs: at most about three in N do (Hanley and Lippman-Hand, 1983).
+        parts = [(2.25 / number**2, number - 1)]
+    widths = [np.sqrt(v) * stats.t.ppf(0.975, max(1, freedom)) for v, freedom in parts]
+    half = float(np.linalg.norm(widths))
+    sign = -1 if second is not None and one.metric in LOWER_IS_BETTER else 1
+    return Difference(sign * mean, sign * mean - half, sign * mean + half, covers, one.metric)
 
 
 def average(changes: Sequence[Difference]) -> Difference:
@@ -385,11 +410,10 @@ def _unit_sums(values: Array, units: Array) -> Array:
     return np.bincount(unit_of, values)
 
 
-def _variance_of_draws(draws: Array, units: Array) -> float:
-    """Returns the variance that training sets have by themselves, without rows and rest.
+def _variances_of_draws(draws: Array, units: Array) -> tuple[float, float]:
+    """Returns the variance of the draws' means without the parts of their rows, and how much of it is their rest.
 
-    A value is taken as the sum of a part of its draw, a part of its row and a rest. Without the rows' parts a draw's
-    mean has the variance of the draws and of the mean of its rest, which is estimated by units.
+    A value is taken as the sum of a part of its draw, a part of its row and a rest, estimated by units.
     """
     scored = np.isfinite(draws)
     rest = np.where(scored, draws - _mean_of_rows(draws), 0.0)
@@ -401,7 +425,7 @@ def _variance_of_draws(draws: Array, units: Array) -> float:
         noise += float(sums @ sums) / size**2 / len(draws)
     times = scored.sum(axis=0)
     lost = 1 - 1 / max(1.5, float(times[times > 0].mean()))  # of each row's own mean
-    return (float(of_draws.var(ddof=1)) - noise) / lost
+    return float(of_draws.var(ddof=1)) / lost, noise / lost
 
 
 def learning_curve(

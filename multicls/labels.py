@@ -4,7 +4,7 @@ import ast
 import math
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -69,19 +69,8 @@ def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
     Raises:
         UserError: The file, a column or a label is missing or cannot be read, or all labels are alike.
     """
-    rows = with_one_hot(read_table(Path(path)), columns)
-    groups = [columns.text_column.split(",")] if columns.text_column else TEXTS
-    fields = find_columns(*rows[0], groups)
-    find_columns(*rows[0], [[columns.label_column]], "label")
-    rows, notes = with_texts(rows, fields, "row")
-    rows, more = with_labels(rows, columns, "row")
-    cells = [row[columns.label_column] for _, row in rows]
-    kind = label_type(cells) if columns.label_type == "auto" else columns.label_type
-    labels = [read_label(kind, row[columns.label_column], where) for where, row in rows]
-    if kind != "score":
-        spellings, joined = spellings_of(labels, columns.join_labels)
-        more += joined
-        labels = [tuple(dict.fromkeys(spellings[name] for name in of)) for of in labels]
+    read = read_splits({"": path}, columns)
+    fields, kind, rows, labels, more = read.fields, read.kind, read.rows[""], read.labels[""], []
     texts = [texts_of(row, fields, where) for where, row in rows]
     classes = class_names(str(path), kind, labels)
     pairs = [pair for pair in zip(texts, labels, strict=True) if kind == "score" or pair[1]]
@@ -95,7 +84,60 @@ def read_labelled(path: str | Path, columns: LabelledSettings) -> LabelledRows:
     hint = hint_on_numbers(classes) if kind == "class" else ""
     what = f"{len(classes):,} classes{hint}"
     more.append(what if classes else "labels are scores")
-    return LabelledRows(list(first), kind, list(first.values()), classes, [*notes, *more])
+    return LabelledRows(list(first), kind, list(first.values()), classes, [*read.notes, *more])
+
+
+@dataclass(frozen=True)
+class LabelledSplits:
+    """The rows of files that have texts and a label.
+
+    Attributes:
+        fields: Columns of the texts.
+        kind: What a label is.
+        rows: Of each split.
+        labels: Of each row, by `read_label`; spellings are joined if that is asked for.
+        notes: Lines on rows that were left out or look wrong.
+    """
+
+    fields: Names
+    kind: LabelType
+    rows: dict[str, RawRows]
+    labels: dict[str, list[Any]]
+    notes: list[str]
+
+
+def read_splits(files: Mapping[str, str | Path], columns: LabelledSettings) -> LabelledSplits:
+    """Reads the file of each split, all with the same columns and the same type of labels.
+
+    Raises:
+        UserError: A file, a column or a label is missing or cannot be read.
+    """
+    groups: Sequence[Names] = TEXTS
+    if columns.text_column:
+        groups = [columns.text_column.split(",")]
+    kept, notes = dict[str, RawRows](), list[str]()
+    for split, name in files.items():
+        rows, what = with_one_hot(read_table(Path(name)), columns), f"{split} row".strip()
+        groups = [find_columns(*rows[0], groups)]
+        find_columns(*rows[0], [[columns.label_column]], "label")
+        rows, without_text = with_texts(rows, groups[0], what)
+        kept[split], unlabelled = with_labels(rows, columns, what)
+        notes += without_text + unlabelled
+    column = columns.label_column
+    cells = [row[column] for rows in kept.values() for _, row in rows]
+    kind = label_type(cells) if columns.label_type == "auto" else columns.label_type
+    labels = {
+        split: [read_label(kind, row[column], where) for where, row in rows]
+        for split, rows in kept.items()
+    }
+    if kind != "score":
+        spellings, joined = spellings_of(list(chain(*labels.values())), columns.join_labels)
+        notes += joined
+        labels = {
+            split: [tuple(dict.fromkeys(spellings[name] for name in names)) for names in of_split]
+            for split, of_split in labels.items()
+        }
+    return LabelledSplits(groups[0], kind, kept, labels, notes)
 
 
 def find_columns(where: str, row: Row, groups: Sequence[Names], what: str = "text") -> Names:

@@ -48,6 +48,16 @@ def score(metric: str, targets: Array, predicted: Array) -> float:
     return float(row_values(metric, targets, predicted).mean())
 
 
+def factor_of(metric: str) -> float:
+    """Returns what a metric is multiplied by for people: 100, or 1 for MAE, which is in the unit of the labels."""
+    return 1.0 if metric in LOWER_IS_BETTER else 100.0
+
+
+def larger_is_better(metric: str, value: float) -> float:
+    """Returns a metric's value, or minus it if it is the better the lower."""
+    return -value if metric in LOWER_IS_BETTER else value
+
+
 def _equal(targets: Array, predicted: Array) -> Array:
     same = targets == predicted
     return (same if same.ndim == 1 else same.all(axis=1)).astype(float)

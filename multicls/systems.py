@@ -16,7 +16,7 @@ from multicls.embeddings import available
 from multicls.evaluation import Difference, Rows, Scores, Splits, compare, evaluate
 from multicls.files import read_json, write_json
 from multicls.labels import LabelType
-from multicls.measures import LOWER_IS_BETTER, Array, predictions_of, score
+from multicls.measures import Array, larger_is_better, predictions_of, score
 
 PENALTIES = np.logspace(-3, 3, 13)  # in variances of all features together
 DEAD = 1e-4  # a feature whose spread is a smaller part of the largest one is none
@@ -176,18 +176,12 @@ class RidgeSystem:
         """Sets threshold and temperature by the outputs for unseen training rows."""
         assert self.fitted is not None
         unseen = self.fitted.unseen
+        shift = _shift(rows, unseen)
         if rows.kind == "class":
-            if rows.metric in ("f1", "macro_f1") and rows.num_classes == 2:
-                marks = rows.targets[:, None] == np.arange(2)
-                rare = int(marks.sum(axis=0).argmin())
-                margin = (unseen[:, rare] - unseen[:, 1 - rare])[:, None]
-                shift = np.zeros(2)
-                shift[rare] = 0.5 - _thresholds(margin + 0.5, marks[:, [rare]])[0]
-                self.fitted = replace(self.fitted, bias=self.fitted.bias + shift)
-                unseen = unseen + shift
-            self.temperature = _temperature(unseen, rows.targets.astype(int))
+            self.fitted = replace(self.fitted, bias=self.fitted.bias + shift)
+            self.temperature = _temperature(unseen + shift, rows.targets.astype(int))
         elif rows.kind == "multi_label":
-            self.thresholds = _thresholds(unseen, rows.targets)
+            self.thresholds = -shift
 
     def predict(self, rows: Rows) -> Array:
         """Returns outputs (N, C): logits of classes, distances from the threshold of several labels, or scores."""
@@ -235,12 +229,28 @@ def read_ridge(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 
 def _quality(rows: Rows, targets: Array, unseen: Array, weights: Array) -> tuple[float, float]:
     """Returns the main metric of unseen training rows, the larger the better, and minus the squared error."""
-    several = rows.kind == "multi_label"
-    outputs = unseen - _thresholds(unseen, rows.targets) if several else unseen
     wanted = targets[:, 0] if rows.kind == "score" else rows.targets
-    quality = score(rows.metric, wanted, predictions_of(rows.kind, outputs))
+    predicted = predictions_of(rows.kind, unseen + _shift(rows, unseen))
+    quality = score(rows.metric, wanted, predicted)
     error = float(weights @ np.square(targets - unseen).mean(axis=1)) / len(targets)
-    return -quality if rows.metric in LOWER_IS_BETTER else quality, -error
+    return larger_is_better(rows.metric, quality), -error
+
+
+def _shift(rows: Rows, unseen: Array) -> Array:
+    """Returns what is added to outputs, (C,), so that those of unseen training rows have the best F1.
+
+    It is 0 for scores, and for classes unless F1 of two is the main metric. 8 rare rows of 400 had F1 of 83 and 73 on
+    two domains with it, 76 and 68 where accuracy chose.
+    """
+    if rows.kind == "multi_label":
+        return -best_thresholds(unseen, rows.targets)
+    shift = np.zeros(unseen.shape[1])
+    if rows.kind == "class" and rows.metric in ("f1", "macro_f1") and rows.num_classes == 2:
+        rare = int(np.bincount(rows.targets.astype(int), minlength=2).argmin())
+        margin = (unseen[:, rare] - unseen[:, 1 - rare])[:, None]
+        is_rare = rows.targets[:, None] == rare
+        shift[rare] = -best_thresholds(margin, is_rare, default=0.0)[0]
+    return shift
 
 
 def _temperature(outputs: Array, labels: Array) -> float:
@@ -256,9 +266,9 @@ def _temperature(outputs: Array, labels: Array) -> float:
     return float(np.exp(minimize_scalar(cost, bounds=(-6, 2), method="bounded").x))
 
 
-def _thresholds(outputs: Array, marks: Array) -> Array:
-    """Returns the output above which each label is given, (C,): that of the best F1, 0.5 for a rare label."""
-    found = np.full(marks.shape[1], 0.5)
+def best_thresholds(outputs: Array, marks: Array, default: float = 0.5) -> Array:
+    """Returns the output above which each label is given, (C,): that of the best F1, the default for a rare label."""
+    found = np.full(marks.shape[1], default)
     for column in np.flatnonzero(marks.sum(axis=0) >= FEWEST_MARKS):
         order = np.argsort(-outputs[:, column], kind="stable")
         values, right = outputs[order, column], marks[order, column].cumsum()

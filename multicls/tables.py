@@ -1,4 +1,4 @@
-"""Reads tables of rows: CSV, TSV, JSON, Parquet or Excel. A row that could be misread is refused."""
+"""Reads tables of rows: CSV, TSV, JSON or Parquet. A row that could be misread is refused."""
 
 import csv
 import gzip
@@ -15,7 +15,7 @@ from multicls.errors import UserError, first_line
 
 Row = Mapping[str, Any]
 RawRows = list[tuple[str, Row]]  # place ("FILE:LINE" or "FILE, row N") and cells by column
-ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".xlsx")
+ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a whole cell
 csv.field_size_limit(1 << 30)  # characters of a cell; the default is too few for a document
@@ -48,8 +48,8 @@ def read_table(
             rows = _json_list(path)
         elif ending in (".csv", ".tsv"):
             rows = list(_csv_rows(path, header, allow_short, raw))
-        elif ending in (".xlsx", ".xls"):
-            rows = _excel_rows(path)
+        elif ending in (".xlsx", ".xls", ".ods"):
+            raise UserError(f"{path}: a spreadsheet; save it as CSV (UTF-8).")
         else:
             raise UserError(f"{path}: the name must end in {', '.join(ENDINGS)}.")
     except OSError as error:
@@ -134,19 +134,6 @@ def _json_list(path: Path) -> RawRows:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: not a list of JSON objects.")
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _excel_rows(path: Path) -> RawRows:
-    import pandas as pd
-
-    try:
-        table = pd.read_excel(path, dtype=object)
-    except ImportError as error:
-        raise UserError(f"{path}: {first_line(error)} Or save it as CSV (UTF-8).") from None
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read: {first_line(error)}") from None
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, start=2)]
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:

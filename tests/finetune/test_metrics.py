@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.metrics import majority_scores, metric, score_predictions
+from finetune.metrics import main_values, majority_output, score_predictions
 from finetune.tasks import TASKS, Example, Task, example_arrays
 from multicls.errors import UserError
+from multicls.measures import score as metric
 
 LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
 
@@ -90,6 +91,23 @@ def test_record() -> None:
     assert found["record_f1"] == pytest.approx(2 / 3)
 
 
+def test_values_of_questions_and_queries_have_their_variance() -> None:
+    """MultiRC's rows stand for questions of unequal size: 40 questions, two thirds of them right."""
+    draw, rows = np.random.default_rng(0), list[Example]()
+    for question in range(40):
+        for _ in range(draw.integers(2, 6)):
+            rows.append(
+                Example(f"{len(rows)}", (), 1.0, group=f"{question}", passage=f"{question}")
+            )
+    right = draw.random(40) < 2 / 3
+    outputs = np.eye(2)[[int(right[int(row.group)]) for row in rows]]
+    em = Task("em", (), ("0", "1"), ("em",))
+    values, units = main_values(em, example_arrays(rows, outputs))
+    assert values.mean() == pytest.approx(right.mean())
+    sums = [(values - values.mean())[units == f"{question}"].sum() for question in range(40)]
+    assert np.std(sums) * 40 / len(rows) == pytest.approx(right.std())
+
+
 @pytest.mark.parametrize(
     ("task", "labels", "outputs", "expected"),
     [
@@ -119,6 +137,11 @@ def test_several_labels_a_row() -> None:
     assert nothing == {"micro_f1": 0.0, "macro_f1": 0.0, "exact_match": 1.0}
 
 
+def majority_scores(task: Task, train: list[Example], dev: list[Example]) -> dict[str, float]:
+    output = majority_output(task, train, dev)
+    return score_predictions(task, example_arrays(dev, np.tile(output, (len(dev), 1))))
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
     outputs = np.array([[broken, 0.0], [1.0, 0.0]])
@@ -138,7 +161,7 @@ def test_outputs_that_are_not_finite_have_no_score(broken: float) -> None:
 )
 def test_majority(task: str, train: Any, dev: Any, metric: str, expected: float) -> None:
     rows = [[Example("", (), x, group=f"{n}") for n, x in enumerate(part)] for part in (train, dev)]
-    assert majority_scores(TASKS[task], *rows)[metric] == expected
+    assert majority_scores(TASKS[task], *rows)[metric] == pytest.approx(expected)
 
 
 def test_majority_of_several_labels() -> None:

@@ -458,6 +458,7 @@ def test_the_main_metric_of_rare_classes(tmp_path: Path) -> None:
         ("q.json", b'["a"]', "q.json: not a list of JSON objects"),
         ("n.csv", "text,label\na,x\n".encode("utf-16-le"), "n.csv:1: not UTF-8"),
         ("m.parquet", b"no Parquet", "m.parquet: cannot be read"),
+        ("r.xlsx", b"", "r.xlsx: a spreadsheet; save it as CSV"),
     ],
 )
 def test_broken_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:

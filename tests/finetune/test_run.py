@@ -46,7 +46,7 @@ def test_a_run_leaves_its_folder_and_is_not_repeated(
     assert {path.name for path in folder.iterdir()} <= files
     events = EventAccumulator(str(next((folder / "runs").iterdir()))).Reload()
     assert {"eval/score", "eval/sst2_acc", "train/loss"} <= set(events.Tags()["scalars"])
-    assert load_results(tmp_path)["selection_score"].tolist() == [dev["scores"]["acc"]]
+    assert [run["selection_score"] for run in load_results(tmp_path)] == [dev["scores"]["acc"]]
     for again in (words, ["--recipe", str(folder / "settings.yaml")]):
         capsys.readouterr()
         assert main(again) == 0 and "already finished" in capsys.readouterr().out
@@ -111,6 +111,26 @@ def test_a_run_on_own_rows_holds_rows_out_and_shows_an_interval(
         main([*words, write_rows(tmp_path / "few.csv", rows[:8])])
 
 
+def test_the_smallest_error_picks_the_weights(
+    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of MAE, in the unit of the labels; the other way round the worst evaluation would count."""
+    rows = [
+        {"text": f"len {('ros', 'nar')[n % 2]} {n}", "label": n % 2 * 9 + 0.5} for n in range(60)
+    ]
+    words = ["--model", str(tiny_bert), "--max_length", "24", "--epochs", "4", "--metric", "mae"]
+    words += ["--learning_rate", "3e-3", "--output_dir", str(tmp_path), "--save_model"]
+    assert main([*words, "--train_file", write_rows(tmp_path / "t.csv", rows)]) == 0
+    (path,) = tmp_path.glob("*/*/*/record.json")
+    record = read_json(path)
+    (entry,), history = record["tasks"], record["history"]
+    errors = {evaluation["step"]: -evaluation["score"] for evaluation in history}
+    assert errors[record["best_step"]] == min(errors.values()) < max(errors.values())
+    error = entry["splits"]["dev"]["scores"]["mae"]
+    assert 0 < error < 4.5 < 9 and f"mae {error:.2f}" in capsys.readouterr().out
+    assert f"| mae | dev | {error:.1f} (95 %" in (path.parent / "model" / "README.md").read_text()
+
+
 def test_the_next_command_labels_new_rows_not_those_of_training(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,8 +159,8 @@ def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> 
     assert [task["task"] for task in record["tasks"]] == ["sst2", "stsb"]
     means = [e["score"] for e in record["history"]]
     assert Path(record["path"]).parent.name == "sst2+stsb-20"
-    runs = load_results(tmp_path)
-    assert len(runs) == 2 and runs["selection_score"].mean() == pytest.approx(max(means))
+    scores = [run["selection_score"] for run in load_results(tmp_path)]
+    assert len(scores) == 2 and sum(scores) / 2 == pytest.approx(max(means))
 
 
 @pytest.mark.parametrize(
