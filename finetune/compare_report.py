@@ -12,7 +12,7 @@ from finetune.compare import Compared
 from finetune.tasks import Task
 from multicls.cards import cell
 from multicls.console import count
-from multicls.evaluation import Difference, Rows, Scores, compare
+from multicls.evaluation import Difference, Rows, Scores, compare, verdict
 from multicls.files import atomic_write
 from multicls.measures import LOWER_IS_BETTER, Array, predictions_of
 
@@ -27,7 +27,7 @@ def write_report(
 ) -> list[str]:
     """Writes report.md, the lists as CSV, and the model; returns the lines for the console."""
     scores = found.scores
-    lines = verdict(found, best)
+    lines = conclusion(found, best)
     table = score_table(found, best)
     suspects = suspicious_labels(found.task, found.rows, scores[best])
     steps = abstention(found.rows, scores[best])
@@ -60,35 +60,41 @@ def write_report(
     return [*(_aligned(table)), "", *lines]
 
 
-def verdict(found: Compared, best: str) -> list[str]:
-    """Returns in words which system is the best, how good it is, and what it is better than."""
+def conclusion(found: Compared, best: str) -> list[str]:
+    """Returns in words which system to use, how good it is, and whether it is better than its rival."""
     scores, rows = found.scores, found.rows
     what = f"{rows.metric}, folds over {count(len(rows.targets), 'labelled row')}"
-    lines = [f"{best}: {compare(scores[best]).score(rows.metric)} ({what})."]
+    lines = [f"Use {best}: {compare(scores[best]).score(rows.metric)} ({what})."]
     others = [name for name in scores if name != best and name != "majority"]
     is_original = best.startswith(f"{found.original} ") or " " not in best
     rivals = [name for name in others if name.startswith(f"{found.original} ")]
     rival = next(iter(others if is_original else rivals or others), None)
     if rival:
-        change = difference(found, best, rival)
-        lines.append(f"{change.verdict(best, rival)}.")
+        lines.append(f"{difference(found, best, rival).verdict(best, rival)}.")
     if found.tests:
         number = len(found.tests[best])
         scored = [_test_scores(found, name) for name in (best, rival) if name]
         lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score(rows.metric)}")
         if rival:
-            lines[-1] += f"; {compare(*scored).verdict(best, rival)} there"
+            change = _towards_better(compare(*scored), rows.metric)
+            lines[-1] += f"; {change.verdict(best, rival)}"
         lines[-1] += "."
-    if "majority" in scores and not difference(found, best, "majority").low > 0:
-        lines.append("It is not shown to be better than the majority class.")
+    if "majority" in scores and best != "majority":
+        change = difference(found, best, "majority")
+        if verdict(change) != "better":
+            lines.append(f"{change.verdict(best, 'the majority class')}: it may be guessing.")
     lines.append(f"It is fitted on all {len(rows.targets)} rows.")
     return lines
 
 
 def difference(found: Compared, first: str, second: str) -> Difference:
     """Returns the difference of two systems, positive if the first one is better."""
-    change = compare(found.scores[first], found.scores[second])
-    if found.rows.metric in LOWER_IS_BETTER:
+    return _towards_better(compare(found.scores[first], found.scores[second]), found.rows.metric)
+
+
+def _towards_better(change: Difference, metric: str) -> Difference:
+    """Returns a difference in a metric, positive if the first system is better."""
+    if metric in LOWER_IS_BETTER:
         return Difference(-change.mean, -change.high, -change.low, change.covers)
     return change
 
@@ -111,7 +117,8 @@ def score_table(found: Compared, best: str) -> list[list[str]]:
         row.append("" if name == best else str(difference(found, name, best)))
         if found.tests:
             own, other = _test_scores(found, name), _test_scores(found, best)
-            row += [compare(own).score(metric), "" if name == best else str(compare(own, other))]
+            change = _towards_better(compare(own, other), metric)
+            row += [compare(own).score(metric), "" if name == best else str(change)]
         table.append(row)
     return table
 

@@ -81,7 +81,7 @@ def test_setfit_stands_beside_a_linear_model(
         flags = ["--train_file", file, "--model", str(tiny_bert), "--python", "-"]
         assert setfit_peer.main(flags) == 0
     out = capsys.readouterr().out
-    assert "setfit: 100.0 (" in out and "setfit and linear may be equal" in out
+    assert "setfit: 100.0 (" in out and "setfit against linear: no clear change" in out
 
 
 def test_retrieval_of_a_collection(tmp_path: Path) -> None:
