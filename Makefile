@@ -1,8 +1,8 @@
 # make demo      sets up, then prepares the sample, pretrains on it, and shows what changed
+# make check     sets up, then runs ruff, mypy and all tests: what has to pass before a merge
 # make test      sets up, then runs the quick tests
 # make test-all  sets up, then runs all tests but the walks
 # make test-walks  sets up, then runs the longest: the commands of all pages, and two nodes under SLURM
-# make test-ci   sets up, then runs both in one go, which leaves no process idle in between
 # make lint      sets up, then runs ruff and mypy
 # make results   sets up, then makes figures and tables of the pages from the records in benchmarks/results
 # make docs      sets up, then builds the documentation as a site in build/site
@@ -19,7 +19,7 @@ CODE := multicls data_prep pretrain finetune benchmarks tools tests
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: setup demo test test-all test-walks test-ci lint results docs clean
+.PHONY: setup demo check test test-all test-walks lint results docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -34,7 +34,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up .venv with $$($(PYTHON) --version): some minutes the first time"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[sample,dev]' | \
-	  { grep --line-buffered -oE '^(Collecting|Downloading|Building|Installing|Successfully installed) *[^ ,(;<>=~!]*' || true; }
+	  awk -v terminal="$$(test -t 1 && echo yes || true)" '/^Collecting/ { n++; if (terminal) { printf "\r%d packages", n; fflush() } } \
+	    /^Installing/ { printf "%s%d packages, installing\n", terminal ? "\r" : "", n; fflush() }'
 	@touch $@
 
 # Training on a CPU: glibc keeps freed memory instead of handing it back to the system at every free.
@@ -42,11 +43,16 @@ demo: export MALLOC_MMAP_MAX_ = 0
 demo: export MALLOC_TRIM_THRESHOLD_ = -1
 demo: setup
 	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
-	$(BIN)/deepspeed pretrain/run.py --config ds_configs/zero2.json
+	@nvidia-smi -L >/dev/null 2>&1 || export DS_ACCELERATOR=cpu; set -x; $(BIN)/deepspeed --quiet pretrain/run.py
 	$(BIN)/python tools/first_look.py runs/sample
+	$(BIN)/python tools/try.py runs/sample "The river rises in the mountains and flows into the sea."
 
 # Whole files to each of two processes, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# In one go, which leaves no process idle between quick tests and walks.
+check: lint
+	$(PYTEST)
 
 test: setup
 	$(PYTEST) -m "not slow and not walk"
@@ -56,9 +62,6 @@ test-all: setup
 
 test-walks: setup
 	$(PYTEST) -m walk
-
-test-ci: setup
-	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

@@ -21,6 +21,11 @@ from multicls.console import count, print_line, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.settings import Settings, parse
 
+HELP = {
+    "text": "input include format documents text_field encoding validation_input limit sample",
+    "cleaning": "language without min_sentences short_documents keep_dropped",
+    "output": "output tokenizer workers",
+}
 OWN_TEXT = 100_000_000  # tokens; for fewer, the recipe own_text fits better than the paper's
 
 
@@ -64,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{name}: no such command.{hint}")
     kind, is_build = COMMANDS[name], name == "build"
     prog = "data_prep/run.py" if is_build else f"data_prep/run.py {name}"
-    options: Any = parse(kind, words, prog=prog, doc=__doc__ if is_build else kind.__doc__)
+    doc, common = (__doc__, HELP) if is_build else (kind.__doc__, None)
+    options: Any = parse(kind, words, prog=prog, doc=doc, common=common)
     if is_build:
         build(options)
     else:

@@ -32,6 +32,11 @@ from multicls.files import atomic_write, locked, read_json, write_json
 from multicls.measures import Array, larger_is_better, predictions_of, row_values
 from multicls.settings import parse
 
+HELP = {
+    "data": "train_file test_file new_file text_column label_column group_column metric",
+    "systems": "model systems predictions corpus max_length repeats",
+    "output": "output_dir",
+}
 NamedFile = Annotated[str, Field(pattern="^[^= ]+=.")]
 FEWEST = 20  # labelled rows
 TUNED = "tuned-"
@@ -84,7 +89,7 @@ class Compared:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    options = parse(CompareOptions, argv, prog="finetune/compare.py", doc=__doc__)
+    options = parse(CompareOptions, argv, prog="finetune/compare.py", doc=__doc__, common=HELP)
     if not options.train_file:
         raise UserError("--train_file: required, your own labelled rows")
     output = Path(options.output_dir)

@@ -14,7 +14,7 @@ from finetune.tables import aligned, markdown, write_csv
 from finetune.tasks import Task
 from multicls.cards import cell
 from multicls.console import count
-from multicls.evaluation import Rows, Scores, compare
+from multicls.evaluation import Rows, Scores, compare, verdict
 from multicls.files import atomic_write
 from multicls.measures import Array, factor_of, predictions_of
 
@@ -28,7 +28,7 @@ def write_report(
 ) -> list[str]:
     """Writes report.md, the lists as CSV, and the model; returns the lines for the console."""
     scores = found.scores
-    lines = verdict(found, best)
+    lines = conclusion(found, best)
     table = score_table(found, best)
     suspects = suspicious_labels(found.task, found.rows, scores[best])
     steps = abstention(found.rows, scores[best])
@@ -61,11 +61,11 @@ def write_report(
     return [*(aligned(table)), "", *lines]
 
 
-def verdict(found: Compared, best: str) -> list[str]:
-    """Returns in words which system is the best, how good it is, and what it is better than."""
+def conclusion(found: Compared, best: str) -> list[str]:
+    """Returns in words which system to use, how good it is, and whether it is better than its rival."""
     scores, rows = found.scores, found.rows
     what = f"{rows.metric}, folds over {count(len(rows.targets), 'labelled row')}"
-    lines = [f"{best}: {compare(scores[best]).score()} ({what})."]
+    lines = [f"Use {best}: {compare(scores[best]).score()} ({what})."]
     others = [name for name in scores if name != best and name != "majority"]
     is_original = best.startswith(f"{found.original} ") or " " not in best
     rivals = [name for name in others if name.startswith(f"{found.original} ")]
@@ -78,10 +78,13 @@ def verdict(found: Compared, best: str) -> list[str]:
         scored = [_test_scores(found, name) for name in (best, rival) if name]
         lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score()}")
         if rival:
-            lines[-1] += f"; {compare(*scored).verdict(best, rival)} there"
+            change = compare(*scored)
+            lines[-1] += f"; {change.verdict(best, rival)}"
         lines[-1] += "."
-    if "majority" in scores and not compare(scores[best], scores["majority"]).low > 0:
-        lines.append("It is not shown to be better than the majority class.")
+    if "majority" in scores and best != "majority":
+        change = compare(scores[best], scores["majority"])
+        if verdict(change) != "better":
+            lines.append(f"{change.verdict(best, 'the majority class')}: it may be guessing.")
     lines.append(f"It is fitted on all {len(rows.targets)} rows.")
     return lines
 

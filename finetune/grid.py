@@ -81,6 +81,12 @@ class GridSettings(RecipeOptions):
         return value
 
 
+HELP = {
+    "data": "tasks data_dir train_sizes own.train_file own.test_file",
+    "model": "model systems",
+    "training": "recipe search seeds subsets jobs",
+    "output": "output_dir print_config",
+}
 SHORTCUTS = (
     {f"own.{name}": name for name in OwnDataSettings.model_fields}
     | {f"settings.train.{name}": name for name in TrainSettings.model_fields}
@@ -97,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         doc=__doc__,
         shortcuts=SHORTCUTS,
         recipes="finetune/recipes",
+        common=HELP,
     )
     if grid.jobs > 1:  # before torch is imported
         threads = max(1, len(os.sched_getaffinity(0)) // grid.jobs)

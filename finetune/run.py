@@ -32,6 +32,12 @@ from multicls.files import locked
 from multicls.measures import factor_of
 from multicls.settings import parse
 
+HELP = {
+    "data": "own.train_file own.test_file own.text_column own.label_column task data_dir train_size",
+    "model": "model head",
+    "training": "recipe train.learning_rate train.epochs train.batch_size",
+    "output": "output_dir save_model print_config",
+}
 FEWEST = 8  # rows of one's own to train on
 _printed = set[str]()
 
@@ -39,7 +45,13 @@ _printed = set[str]()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     settings = parse(
-        RunSettings, argv, prog="finetune/run.py", doc=__doc__, shortcuts=SHORTCUTS, recipes=RECIPES
+        RunSettings,
+        argv,
+        prog="finetune/run.py",
+        doc=__doc__,
+        shortcuts=SHORTCUTS,
+        recipes=RECIPES,
+        common=HELP,
     )
     record = run_finetune(settings)
     if rank_and_world()[0] == 0:

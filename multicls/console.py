@@ -1,4 +1,4 @@
-"""Lines that a person reads while a command works: clock, progress, summary, numbers in words."""
+"""Lines that a person reads while a command works: clock, progress, verdict, summary, numbers in words."""
 
 import sys
 import time
@@ -6,6 +6,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
+
+COLORS = {"better": "green", "worse": "red"}  # of lines that end so
+
+
+class _Lines:
+    """A file that writes each state of a bar as a line of its own to stderr."""
+
+    def write(self, text: str) -> None:
+        """Writes a state."""
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Does nothing: `write` flushes."""
 
 
 def print_line(text: str) -> None:
@@ -15,6 +29,17 @@ def print_line(text: str) -> None:
         tqdm.write(line)
     else:
         print(line, flush=True)
+
+
+def print_verdict(lines: Iterable[str]) -> None:
+    """Prints a verdict, on a terminal in color: green for better and red for worse, unless NO_COLOR is set."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    for line in lines:
+        colors = [color for word, color in COLORS.items() if line.endswith(word)]
+        console.print(Text(line, style=colors[0] if colors else ""))
 
 
 def print_summary(made: Iterable[tuple[str, object]], next_command: str = "") -> None:
@@ -31,11 +56,15 @@ def count(number: int, noun: str) -> str:
 
 
 def progress_bar(total: float, unit: str, description: str, **options: Any) -> Any:
-    """Returns a tqdm bar; without a terminal it is drawn every 10 seconds.
+    """Returns a tqdm bar; without a terminal it is a line every 30 seconds, and at the end.
 
     `total` is 0 if it is not known. `options` are tqdm's: `initial` units were finished before.
     """
     on_terminal = sys.stderr.isatty()
-    options["mininterval"] = 0.1 if on_terminal else 10.0
     options["leave"] = not on_terminal
+    if not on_terminal:
+        layout = (
+            "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed}" if total else "{desc}: {n_fmt}{unit}"
+        )
+        options |= {"file": _Lines(), "mininterval": 30.0, "bar_format": layout}
     return tqdm(total=total, unit=f" {unit}", desc=description, **options)

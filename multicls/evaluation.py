@@ -307,14 +307,15 @@ class Difference:
         return self.low > 0 or self.high < 0
 
     def verdict(self, first: str, second: str) -> str:
-        """Returns the difference in words."""
-        side = "better" if self.mean >= 0 else "worse"
-        factor = factor_of(self.metric)
-        size = sorted(abs(factor * value) for value in (self.low, self.high))
-        if self.is_shown:
-            interval = f"{size[0]:.1f} to {size[1]:.1f}"
-            return f"{first} is {abs(factor * self.mean):.1f} {side} than {second} ({interval})"
-        return f"{first} and {second} may be equal: {self}"
+        """Returns the difference of two systems in words."""
+        return f"{first} against {second}: {verdict(self)}, {self}"
+
+
+def verdict(change: Difference) -> str:
+    """Returns "better" or "worse" if the interval leaves out 0, else "no clear change"."""
+    if not change.is_shown:
+        return "no clear change"
+    return "better" if change.low > 0 else "worse"
 
 
 def compare(

@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -43,7 +44,18 @@ class RecipeOptions(Settings):
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
-LIST = " --help lists all flags."
+LIST = " --help_all lists all flags."
+SETTINGS_PAGE = "docs/settings.md has all settings of all commands."
+METAVARS = {
+    "int": "N",
+    "float": "X",
+    "str": "TEXT",
+    "Path": "PATH",
+    "bool": "true|false",
+    "Any": "VALUE",
+}
+LONG = 9  # values to choose from that are not listed in place of a flag's value
+PATHS = re.compile("(file|dir|corpus|checkpoint|model|config|input|output|recipe|tokenizer|base)$")
 Source = tuple[str, Mapping[str, Any]]  # the name of a recipe, or "" for flags, and its values
 
 
@@ -55,6 +67,7 @@ def parse(
     doc: str | None = None,
     shortcuts: Mapping[str, str] | None = None,
     recipes: str = "",
+    common: Mapping[str, str] | None = None,
 ) -> AnySettings:
     """Returns the settings of a command from its flags and recipes; prints --help and --print_config and exits.
 
@@ -62,19 +75,12 @@ def parse(
         kind: the class of the settings; the description of a field is its help; a `CliPositionalArg` is no flag.
         shortcuts: dotted key -> short flag without dashes.
         recipes: folder of the shipped recipes, in this repository.
+        common: title -> dotted keys of the flags that --help shows, with blanks; by default it shows all.
 
     Raises:
         UserError: lists each unknown flag, each unknown key of a recipe, each missing and each wrong value.
     """
-    shipped = sorted(path.stem for path in (REPOSITORY / recipes).glob("*.yaml")) if recipes else []
-    parser = _Parser(
-        prog=prog,
-        usage=f"{prog} [options]",
-        description=doc,
-        epilog=f"recipes: {', '.join(shipped)}" * bool(shipped),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog, doc, common or {}, _descriptions(recipes, kind) if recipes else {})
     source: Any = CliSettingsSource(
         kind,  # type: ignore[arg-type]
         root_parser=parser,
@@ -110,8 +116,102 @@ def to_yaml(settings: BaseModel) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def _descriptions(folder: str, kind: type[Settings]) -> dict[str, str]:
+    """Returns the first sentence of each shipped recipe that a command reads, by the recipe's name."""
+    found: dict[str, str] = {}
+    for path in sorted((REPOSITORY / folder).glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        if yaml.safe_load(text).keys() <= kind.model_fields.keys():
+            found[path.stem] = re.split(r"(?<=[.?]) ", text.splitlines()[0].lstrip("# "))[0]
+    return found
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help with one line for the name of a flag and one for each value that its description lists."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shapes: dict[Any, str] = {None: " {}", "?": " [{}]", "+": " {} ..."}
+        shape = shapes.get(action.nargs, "")
+        return ", ".join(action.option_strings) + shape.format(action.metavar)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines = text.split("; ") if _listed(text) else [text]
+        return [part for line in lines for part in super(_Help, self)._split_lines(line, width)]
+
+
+def _listed(text: str) -> list[str]:
+    """Returns the names that a description lists as `name: what; name: what; ...`, or []."""
+    names = re.findall(r"(?:^|; )(\w+): ", text)
+    return names if len(names) > 2 and len(names) == text.count("; ") + 1 else []
+
+
+def _in_short(action: argparse.Action) -> argparse.Action:
+    """Returns a flag for the short help: one name, and the first part of its description."""
+    short, text = copy(action), str(action.help)
+    default = re.search(r" \((default: (?!False|null|0\)).*|required)\)$", text)
+    text = re.sub(r" \((default: .*|required)\)$", "", text)
+    text = ", ".join(_listed(text)) or text.split("; ")[0]
+    short.option_strings = action.option_strings[:1]
+    if action.nargs == "?":  # true or false
+        short.nargs = 0
+    short.help = text + (default[0] if default else "")
+    return short
+
+
+class _HelpAll(argparse.Action):
+    """The flag --help_all."""
+
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        parser.common = {}
+        parser.print_help()
+        raise SystemExit(0)
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UserError`s; `unknown` lists the flags that it does not know, with the nearest."""
+    """A parser whose errors are `UserError`s; `unknown` lists the flags that it does not know, with the nearest.
+
+    Its help shows the flags of `common`, by title, and the `recipes` with what they do.
+    """
+
+    def __init__(
+        self, prog: str, doc: str | None, common: Mapping[str, str], recipes: Mapping[str, str]
+    ) -> None:
+        super().__init__(prog, f"{prog} [options]", doc, formatter_class=_Help, allow_abbrev=False)
+        self.add_argument("--help_all", nargs=0, action=_HelpAll, help="show all flags and exit")
+        self.common, self.recipes = common, recipes
+
+    def format_help(self) -> str:
+        """Returns the help of the common flags, or of all flags if none is."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        flags = {action.dest: action for action in self._actions}
+        sections = {
+            title: [_in_short(flags[key]) for key in keys.split()]
+            for title, keys in self.common.items()
+        }
+        if not sections:
+            sections = {str(group.title): group._group_actions for group in self._action_groups}
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help() + self._list_of_recipes()
+
+    def _list_of_recipes(self) -> str:
+        """Returns the recipes with their descriptions; the short help only names ablations and baselines."""
+        others = ("Ablation", "Baseline")
+        ablations = [n for n, text in self.recipes.items() if text.startswith(others)]
+        named = ablations if self.common else []
+        lines = [f"  {n:20}{text}" for n, text in self.recipes.items() if n not in named]
+        lines += [f"  ablations and baselines: {', '.join(named)}"] * bool(named)
+        more = "--help_all lists all flags; " * bool(self.common) + SETTINGS_PAGE
+        return "\n".join([*(["", "recipes:", *lines] if lines else []), "", more, ""])
 
     def parse_flags(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         """Parses the flags of a command that it knows."""
@@ -133,12 +233,27 @@ def _add_flag(shortcuts: Mapping[str, str], parser: Any, *names: str, **options:
     """Adds a flag and its short name. A boolean needs no value, a list takes several words, a group has no flag."""
     short = [f"--{shortcuts[options['dest']]}"] if options.get("dest") in shortcuts else []
     if options.get("metavar") == "bool":
-        options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+        options |= {"nargs": "?", "const": "true"}
     elif options.get("action") == "append":
         options |= {"action": "extend", "nargs": "+", "type": _quoted}
-    options["help"] = str(options.get("help", "")).replace("(default: None)", "(default: null)")
+    if names[0].startswith("-"):
+        options["metavar"] = _metavar(str(options["dest"]), str(options["metavar"]))
+    text = re.sub(r" \(default: (\[\]|\{\})?\)", "", str(options.get("help", "")))
+    is_explained = "null:" in text or "default:" in text.replace("(default:", "")
+    options["help"] = text.replace(" (default: None)", " (default: null)" * is_explained)
     if options.get("const") != "{}":
         parser.add_argument(*short, *names, **options)
+
+
+def _metavar(key: str, kind: str) -> str:
+    """Returns what a flag takes, in words: PATH, N, NAME=VALUE, or the values to choose from."""
+    if kind.startswith("dict["):
+        return "NAME=VALUE"
+    if kind.startswith("{dict["):
+        return "NAME"
+    words = kind.removeprefix("list[").removesuffix("]").strip("{}").split(",")
+    names = METAVARS | ({"str": "PATH"} if PATHS.search(key) else {})
+    return "|".join(names.get(word, word) for word in words) if len(words) < LONG else "NAME"
 
 
 def _quoted(word: str) -> str:

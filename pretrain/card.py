@@ -10,8 +10,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from multicls.cards import CARD, METHOD, PAPERS, TRANSFORMERS, cell, model_link
 from multicls.files import read_json, read_jsonl
 from pretrain.folder import RunFolder
+from pretrain.verdict import read_verdict
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
+FILLS_MASKS = 0.25  # masked-word accuracy from which on the card offers to fill masks
 SHOWN = ("loss/", "acc/", "r2/", "facets/mean", "probe/")
 TAGS = ["multicls", "continued-pretraining", "sentence-similarity", "sentence-transformers"]
 
@@ -31,11 +33,13 @@ def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, 
     languages = [*metadata.get("language", []), corpus["language"]]
     metadata["language"] = [name for name in dict.fromkeys(languages) if name]
     is_random = settings["model"]["random_weights"]
+    # A head that no step has trained is new in the model before training, too.
+    fills_masks = bool(validation) and validation[-1].get("acc/mlm", 0.0) >= FILLS_MASKS
     data = ModelCardData(
         **metadata,
         library_name="transformers",
         pipeline_tag="feature-extraction",
-        tags=[*TAGS, "fill-mask"] if settings["objective"]["mlm"] else TAGS,
+        tags=[*TAGS, "fill-mask"] if fills_masks else TAGS,
         datasets=sorted(set(datasets.values())) or None,
     )
     begin = "random weights" if is_random else model_link(metadata)
@@ -61,7 +65,8 @@ def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, 
         details=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
         chance=1 / (settings["train"]["negatives_group"] * (config.num_parts - 1)),
         results=_results(validation, probe_only=not step),
-        fills_masks=bool(settings["objective"]["mlm"]),
+        fills_masks=fills_masks,
+        verdict=read_verdict(folder, step),
         probe=_probe(settings) if any("probe/mean" in record for record in validation) else "",
         validated=validation[-1]["step"] if validation else 0,
         citation=PAPERS[METHOD],

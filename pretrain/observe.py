@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,21 +17,8 @@ from multicls.errors import UserError
 from multicls.files import append_jsonl, atomic_write, read_jsonl
 from pretrain.folder import RunFolder
 
-SHOWN = {  # of a record, on the console
-    "loss/total": "loss {:.3f}",
-    **{f"loss/{name}": f"{name} {{:.3f}}" for name in ("mlm", "tfidf", "so", "mcqt")},
-    "optim/lr": "lr {:.1e}",
-    "optim/grad_norm": "gnorm {:.2f}",
-    "speed/sequences_per_second": "{:.0f} seq/s",
-    "speed/data_wait": "data wait {:.0%}",
-    "speed/tokens_per_second": "{:.0f} tokens/s",
-    "speed/mfu": "MFU {:.0%}",
-    "memory/peak_gb": "mem {:.1f}G",
-    "acc/mcqt": "acc mcqt {:.2f}",
-    "acc/so": "acc so {:.2f}",
-    "facets/mean_cosine": "cos {:.2f}",
-    **{f"probe/{name}": f"probe {name} {{:.3f}}" for name in EMBEDDINGS},
-}
+TABLE = "{:>8}  {:>8}  {:>22}  {:>14}  {:>10}"  # on a terminal
+TITLES = ("step", "loss", "score", "speed", "time left")  # the rest is in metrics.jsonl
 
 
 class Observer:
@@ -98,7 +86,8 @@ class Console(Observer):
             )
             for split in ("train", "validation")
         }
-        self._start = start
+        self._start, self._on_terminal = start, sys.stderr.isatty()
+        self._has_titles = False
 
     def on_line(self, text: str) -> None:
         """Prints a line with the clock."""
@@ -107,7 +96,7 @@ class Console(Observer):
 
     def on_step(self, done: int) -> None:
         """Moves the progress bar; the estimate begins with the steps."""
-        if self._writes and self._progress is None:
+        if self._writes and self._on_terminal and self._progress is None:
             self._progress = progress_bar(self._steps, "steps", "pretraining", initial=self._start)
         if self._progress is not None:
             self._progress.update(1)
@@ -120,10 +109,16 @@ class Console(Observer):
         append_jsonl(self._metrics, {"step": done, "split": split, **values})
         for name, value in values.items():
             self._boards[split].add_scalar(name, value, done)
-        shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-        if seconds := values.get("speed/seconds_per_step"):
-            shown.append(f"eta {tqdm.format_interval(seconds * (self._steps - done))}")
-        print_line(f"step {done}  {split}  {'  '.join(shown)}")
+        cells = _cells(done, split, values, self._steps)
+        if self._on_terminal:
+            if not self._has_titles:
+                print_line(TABLE.format(*TITLES))
+            self._has_titles = True
+            print_line(TABLE.format(*cells))
+        else:
+            named = zip(TITLES, cells, strict=True)
+            shown = [f"{title} {cell}" for title, cell in named if cell]
+            print_line("  ".join([shown[0], split, *shown[1:]]))
 
     def close(self) -> None:
         """Ends the progress bar and flushes TensorBoard."""
@@ -131,6 +126,19 @@ class Console(Observer):
             self._progress.close()
         for board in self._boards.values() if self._writes else ():
             board.close()
+
+
+def _cells(done: int, split: str, values: Mapping[str, float], steps: int) -> tuple[str, ...]:
+    """Returns the cells of a record in a table: the loss of a step, or the best score of a validation."""
+    loss, score, speed, left = f"{values.get('loss/total', math.nan):.3f}", "", "", ""
+    scores = {name: v for name in EMBEDDINGS if (v := values.get(f"probe/{name}")) is not None}
+    if split == "validation" and scores:
+        best = max(scores, key=scores.__getitem__)
+        score = f"{100 * scores[best]:.1f} {best}"
+    if split == "train":
+        speed = f"{values['speed/sequences_per_second']:.0f} texts/s"
+        left = tqdm.format_interval(values["speed/seconds_per_step"] * (steps - done))
+    return str(done), loss, score, speed, left
 
 
 class Profile(Observer):

@@ -1,11 +1,7 @@
-"""Continues the pretraining of an encoder with several CLS tokens: corpus folder in, run folder with an HF model out.
+"""Continues the pretraining of a text encoder on your corpus.
 
-Without a recipe, model and corpus it trains the embedded sample, in minutes.
-
-deepspeed pretrain/run.py --recipe base --model bert-base-uncased --corpus CORPUS --output_dir runs/base
-deepspeed pretrain/run.py --recipe base --recipe k1 --corpus CORPUS --steps 1000
-deepspeed pretrain/run.py --config ds_configs/zero2.json
-python pretrain/run.py --recipe base --corpus CORPUS --model.num_facets 3 --print_config
+deepspeed pretrain/run.py                # the embedded sample, in minutes
+deepspeed pretrain/run.py --recipe own_text --corpus CORPUS --output_dir RUN
 """
 
 import math
@@ -20,7 +16,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from multicls.console import print_line, print_summary
+from multicls.console import print_line, print_summary, print_verdict
 from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
@@ -43,6 +39,12 @@ SHORTCUTS = {  # no flag begins like an option of the deepspeed launcher, which 
 SHORTCUTS |= {f"probe.{name}": name for name in LabelledSettings.model_fields}
 COMMON = ("epochs", "steps", "global_batch_size", "micro_batch_size", "learning_rate", "seed")
 SHORTCUTS |= {f"train.{name}": name for name in COMMON}
+HELP = {
+    "data": "data.corpus probe.file",
+    "model": "model.checkpoint model.num_facets",
+    "training": "recipe train.epochs train.steps train.global_batch_size train.learning_rate train.seed config",
+    "output": "run.output_dir run.keep_best status print_config",
+}
 CHOICES = {"--recipe", "--model", "--model.checkpoint", "--corpus", "--data.corpus"}
 
 
@@ -56,6 +58,7 @@ def read_settings(argv: Sequence[str]) -> PretrainSettings:
         doc=__doc__,
         shortcuts=SHORTCUTS,
         recipes="pretrain/recipes",
+        common=HELP,
     )
     train, ranks = settings.train, world_size()
     if is_sample:  # its batch grows until the ranks can share it
@@ -141,18 +144,16 @@ def run(
 
 
 def print_end(settings: PretrainSettings, folder: RunFolder) -> None:
-    """Prints what a finished run has made, and the next commands."""
+    """Prints the verdict on a finished run, and the next commands."""
     from pretrain.export import next_command
+    from pretrain.verdict import read_verdict
 
-    path = folder.path
-    rows = "" if folder.plan.exists() else " --probe_file ROWS.csv"  # no recall
-    made = {
-        "model": folder.export,
-        "curves": f"tensorboard --logdir {path / 'tb'}",
-        "next": next_command(folder.export, settings),
-        "what changed": f"python tools/first_look.py {shlex.quote(str(path))}{rows}",
-    }
-    print_summary(made.items())
+    made = [("model", str(folder.export))]
+    if found := read_verdict(folder):
+        print_verdict(found.lines())
+        made.append(("picture", f"python tools/first_look.py {shlex.quote(str(folder.path))}"))
+    made.append(("try", f"python tools/try.py {shlex.quote(str(folder.export))}"))
+    print_summary(made, next_command(folder.export, settings))
 
 
 def prepare_sample_corpus() -> None:

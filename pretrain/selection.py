@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from multicls.build import quiet_transformers
+from multicls.console import count
 from multicls.corpus import Corpus
 from multicls.distributed import on_rank_0
 from multicls.embeddings import EMBEDDINGS, embed_rows
 from multicls.errors import UserError
-from multicls.evaluation import Difference, Scores, random_draws, rows_of
+from multicls.evaluation import Difference, Scores, random_draws, rows_of, verdict
 from multicls.files import atomic_folder, atomic_write, read_json, read_jsonl, write_json
 from multicls.labels import LabelType, read_labelled
 from multicls.measures import Array
@@ -59,6 +60,11 @@ class ProbeRows:
     measure: Probe | Passages
     hash: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """What a row is, for people."""
+        return "labelled row" if isinstance(self.measure, Probe) else "passage"
 
 
 @dataclass(frozen=True)
@@ -181,23 +187,6 @@ class Selection(Observer):
         self.last: dict[str, Difference] = {}
         self._is_best, self._seconds, self._begun = False, 0.0, time.perf_counter()
 
-    @property
-    def chosen(self) -> Best:
-        """The embedding to take from the export, after the first validation.
-
-        A model that began at random is not exported as it was before training, however good step 0 was.
-        """
-        is_exported = self.best is not None and (self.best.step > 0 or self._untouched is not None)
-        chosen = self.best if self._keeps_best and is_exported else self.latest
-        assert chosen is not None
-        return chosen
-
-    @property
-    def recommended(self) -> str:
-        """Name of the embedding that labels would be learned from; "" if passages alone are not sure of any."""
-        is_shown = isinstance(self._measure, Probe) or self.chosen.change.low > 0
-        return self.chosen.view if is_shown else ""
-
     def measure(self, engine: Any, done: int) -> dict[str, float]:
         """Returns the value of each embedding and its change against step 0, with the interval."""
         begun = time.perf_counter()
@@ -245,7 +234,9 @@ class Selection(Observer):
         own = finite[self._reference]
         if step == 0:
             write_scores(self._folder.baseline, scores, own)
-            write_json(self._folder.plan, {"hash": self._rows.hash})
+            measure = f"{self._measure.name}, {count(len(self._rows.texts), self._rows.unit)}"
+            plan = {"hash": self._rows.hash, "measure": measure, "reference": self._reference}
+            write_json(self._folder.plan, plan)
         if not self.first:
             self.first = read_scores(self._folder.baseline)
             self._take(0, self.first)
@@ -287,7 +278,9 @@ class Selection(Observer):
         """Reports the changes, and returns True if the step is the best so far and the best one is kept."""
         if done:
             shown = ", ".join(f"{name} {change}" for name, change in self.last.items())
-            self._report(f"{self._measure.name}, against the {self._reference} at step 0: {shown}")
+            self._report(
+                f"{self._measure.name}, against the original model's {self._reference}: {shown}"
+            )
         recent = self.history[-FALLING:]
         if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
@@ -316,41 +309,25 @@ class Selection(Observer):
         return 0
 
     def on_end(self) -> dict[str, Any]:
-        """Reports before and after, and which embedding to take, which it also returns."""
-        if not on_rank_0(lambda: bool(self.scores)):
-            return {}
+        """Reports warnings and what measuring took; `pretrain.verdict` has the result."""
         on_rank_0(lambda: [self._report(line) for line in self.summary()] and None)
-        return {"view": on_rank_0(lambda: self.recommended)}
+        return {}
 
     def summary(self) -> list[str]:
-        """Returns lines for the end of a run: before and after, and which embedding to take."""
-        name, lines = self._measure.name, list[str]()
-        for view, change in self.last.items():
-            before = f"{100 * self.first[view].mean:.1f} -> " if view in self.first else ""
-            lines.append(
-                f"{name}, {view}: {before}{100 * self.scores[view]:.1f}; against the {self._reference} at step 0 "
-                f"{change}"
-            )
-        assert self.best and self.latest
+        """Returns lines for the end of a run: warnings, and what measuring took."""
+        if not self.best or not self.latest:
+            return []
         share = self._seconds / (time.perf_counter() - self._begun)
-        lines.append(
-            f"the best embedding is {self.chosen.view}; the best step was {self.best.step}; measuring took "
-            f"{self._seconds:.0f} s, {share:.1%} of the time"
-        )
-        all_worse = self.latest.change.high < 0
-        own = self.last.get(self._reference, self.latest.change)
-        if all_worse or own.high < 0:
-            is_kept = self._keeps_best and self.chosen is self.best
-            kept = f" The best step, {self.best.step}, is kept." if is_kept else ""
-            own_name = "the mean over tokens" if self._reference == "mean" else "[CLS]"
-            what = "all embeddings" if all_worse else own_name
-            lines.append(f"warning: the run made {what} worse.{kept} {advice(self._settings)}")
+        lines = [
+            f"the best step was {self.best.step}; measuring took {self._seconds:.0f} s, {share:.1%} of the time"
+        ]
+        worse = [name for name, change in self.last.items() if verdict(change) == "worse"]
+        if len(worse) == len(self.last) or self._reference in worse:
+            lines.append(f"warning: worse are {', '.join(worse)}. {advice(self._settings)}")
         if max(found.mean for found in self.first.values()) >= TOO_EASY:
             lines.append(
                 "these labels are too easy to show a gain: step 0 has them nearly all right"
             )
-        elif self.chosen.change.low <= 0:
-            lines.append("no gain is shown: the interval of the best embedding holds 0")
         return lines
 
 

@@ -45,7 +45,12 @@ SHORTER_RECIPE.append(("fraction: 0.5 ", "fraction: 0.1 "))
 TOPICS = ("model", "own_labels", "own_text", "data", "pretraining")
 RUN = ("README.md", *(f"docs/{topic}.md" for topic in TOPICS))
 SHOWN = {  # what the commands of pages print that are run in one copy
-    RUN: ("recall at 1", "torch.Size([1, 5, 384])", "torch.Size([3, 5, 384])", "labelled: 20 rows"),
+    RUN: (
+        "next-passage recall",
+        "torch.Size([1, 5, 384])",
+        "torch.Size([3, 5, 384])",
+        "labelled: 20 rows",
+    ),
     ("docs/extending.md",): ('"loss/spread"',),
 }
 

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md, the reference of all commands, from their --help.
+"""Writes docs/settings.md, the reference of all commands, from their --help_all.
 
 python tools/settings_page.py
 """
@@ -24,7 +24,7 @@ COMMANDS = (
 )
 INTRODUCTION = """# Settings and commands
 
-`python tools/settings_page.py` writes this page from the `--help` of all commands.
+`python tools/settings_page.py` writes this page from the `--help_all` of all commands.
 
 Every setting is a flag, `--group.name`, and the common ones have a short form beside it. A recipe (`--recipe`, YAML: a
 file or the name of a shipped one) overrides defaults, a later recipe overrides an earlier one, and a flag overrides
@@ -42,8 +42,8 @@ run, for `pretrain/run.py --status`. 130: interrupted.
 
 
 def help_of(command: str) -> str:
-    """Returns the help of a command, 100 columns wide."""
-    words = [sys.executable, *command.split(), "--help"]
+    """Returns the whole help of a command, 100 columns wide."""
+    words = [sys.executable, *command.split(), "--help_all"]
     wide = os.environ | {"COLUMNS": "100"}
     return subprocess.check_output(words, cwd=REPOSITORY, env=wide, text=True).strip()
 

@@ -254,11 +254,11 @@ def test_seeds_count() -> None:
 def test_differences_are_shown_in_points_and_words() -> None:
     change = Difference(0.031, 0.010, 0.052)
     assert str(change) == "+3.1 (+1.0 to +5.2)"
-    assert change.verdict("a", "b") == "a is 3.1 better than b (1.0 to 5.2)"
+    assert change.verdict("a", "b") == "a against b: better, +3.1 (+1.0 to +5.2)"
     worse = Difference(-0.031, -0.052, -0.010)
-    assert worse.verdict("a", "b") == "a is 3.1 worse than b (1.0 to 5.2)"
+    assert worse.verdict("a", "b") == "a against b: worse, -3.1 (-5.2 to -1.0)"
     unclear = Difference(0.0123, -0.001, 0.02)
-    assert unclear.verdict("a", "b") == "a and b may be equal: +1.2 (-0.1 to +2.0)"
+    assert unclear.verdict("a", "b") == "a against b: no clear change, +1.2 (-0.1 to +2.0)"
     assert Difference(0.712, 0.689, 0.734).score() == "71.2 (68.9 to 73.4)"
     assert str(Difference(0.0123, -np.inf, np.inf)).startswith("+1.2 (no interval: ")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +12,11 @@ import pytest
 from pydantic import Field, PositiveInt, model_validator
 from pydantic_settings import CliPositionalArg
 
+from finetune.settings import RunSettings
 from multicls.errors import UserError
-from multicls.settings import RecipeOptions, Settings, load_settings, parse
+from multicls.files import REPOSITORY
+from multicls.settings import RecipeOptions, Settings, _known, load_settings, parse
+from pretrain.settings import PretrainSettings
 from tests.processes import answers_of
 
 DOC = """Does it.
@@ -109,7 +114,7 @@ def test_all_mistakes_at_once_with_their_sources(tmp_path: Path) -> None:
     assert "for weights: " in problems("p", "--weights", "wiki")[0]
     unknown = problems("p", "--foo=1", "--stpes", "3", "--train.size", "y")
     assert unknown[:2] == [
-        "--foo: no such flag. --help lists all flags.",
+        "--foo: no such flag. --help_all lists all flags.",
         "--stpes: no such flag. Did you mean '--steps'?",
     ]
     assert unknown[2].startswith("--train.size y: ") and len(unknown) == 3
@@ -176,8 +181,39 @@ def test_help_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str
         parsed("--help")
     text = capsys.readouterr().out
     assert left.value.code == 0 and "local_rank" not in text and "train options" in text
-    assert "--steps int, --train.steps int" in text and "(default: 2e-05)" in text
+    assert "--steps, --train.steps N" in text and "(default: 2e-05)" in text
     assert "100 % of it" in text and "python x.py --steps 3" in text
+    assert "--weights NAME=VALUE ..." in text and "--train.size N|auto" in text and "[]" not in text
+
+
+def help_of(kind: type[Settings], *words: str, capsys: Any, **options: Any) -> str:
+    with pytest.raises(SystemExit):
+        parse(kind, words, prog="x.py", **options)
+    return str(capsys.readouterr().out)
+
+
+def test_short_help_has_the_common_flags_in_their_groups(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns pretraining's fits a screen, and names what each recipe is for."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, kind in (("pretrain", PretrainSettings), ("finetune", RunSettings)):
+        module = import_module(f"{name}.run")
+        options = {"shortcuts": module.SHORTCUTS, "recipes": f"{name}/recipes", "capsys": capsys}
+        options["doc"] = module.__doc__
+        short = help_of(kind, "--help", common=module.HELP, **options)
+        every = help_of(kind, "--help_all", common=module.HELP, **options)
+        titles = re.findall("^([a-z]+):$", short, re.MULTILINE)
+        assert titles == [*module.HELP, "recipes"]
+        assert len(short.splitlines()) <= 45 < len(every.splitlines()), short
+        assert "docs/settings.md" in short and "--train.weight_decay" not in short
+        flags = {f"--{key}" for key in _known(kind) if "." in key and _known(kind)[key]}
+        assert not [flag for flag in flags if flag not in every]
+        assert not re.search(r"dict\[|\bstr\b|\bint\b|list\[", every)
+    assert "  hire  " in short and "quick" not in every, "it is a recipe of grid.py"
+    for path in REPOSITORY.glob("*/recipes/*.yaml"):
+        line = path.read_text().splitlines()[0]
+        assert re.match(r"# [^.?]{10,80}[.?]( |$)", line.replace("0.1", "")), path
 
 
 COMMANDS = ["pretrain/run", "pretrain/export", "data_prep/run", "multicls/convert"]

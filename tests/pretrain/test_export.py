@@ -174,8 +174,9 @@ def test_a_card_has_metadata_data_settings_results_no_path(stopped: Path, tmp_pa
     write_json(run / "ds_config.json", {"bf16": {"enabled": True}})
     settings = (run / "settings.yaml").read_text().replace("weights: true", "weights: false")
     (run / "settings.yaml").write_text(settings)
+    values = {"split": "validation", "acc/mlm": 0.5}
     for step, loss in ((3, 2.0), (4, 1.0)):
-        append_jsonl(run / "metrics.jsonl", {"step": step, "split": "validation", "loss/mlm": loss})
+        append_jsonl(run / "metrics.jsonl", values | {"step": step, "loss/mlm": loss})
     data, text = card_of(export_to(tmp_path / "model", run))
     fixed: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "feature-extraction"}
     fixed["tags"] = [*TAGS, "fill-mask"]

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 from multicls.embeddings import EMBEDDINGS, embed_rows
 from multicls.errors import UserError
 from multicls.evaluation import evaluate, random_draws, rows_of
-from multicls.files import read_json, write_json
+from multicls.files import append_jsonl, read_json, write_json
 from multicls.labels import LabelledSettings, read_labelled
 from multicls.modeling_multicls import TopicTable
 from multicls.passages import Passages
@@ -25,6 +25,7 @@ from pretrain.export import chosen_step, load_topics
 from pretrain.folder import RunFolder
 from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
+from pretrain.verdict import read_verdict
 from tests.encoders import WORDS as CORPUS_WORDS
 from tests.pretrain.conftest import Fork, Launch, logs, records
 from tools import first_look
@@ -58,7 +59,28 @@ def probes(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k.startswith("probe/")} for line in found]
 
 
-def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path) -> None:
+def assert_one_verdict(folder: Path, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of the log, first_look and the card have the same verdict, with the numbers of the exported step."""
+    card = (folder / "hf" / "README.md").read_text()
+    step = read_json(folder / "hf" / "export.json")["step"]
+    values = next(r for r in records(folder, "validation") if r["step"] == step)
+    found = read_verdict(RunFolder(folder))
+    assert found and found.step == step and found.before == probes(folder)[0]["probe/mean"]
+    shown = "\n".join(found.lines())
+    assert first_look.main([str(folder)]) == 0
+    assert shown in log and shown in capsys.readouterr().out and found.advice in card
+    for name, score, change, word in found.rows():
+        low, high = (values[f"probe/{name}_change_{end}"] for end in ("low", "high"))
+        assert word == ("better" if low > 0 else "worse" if high < 0 else "no clear change")
+        assert f"| {name} | {score} | {change} | {word} |" in card
+        assert score == f"{100 * values[f'probe/{name}']:.1f}"
+    assert values["acc/mlm"] < 0.25 and "fill" not in card, "it cannot fill masks"
+    assert (folder / "first_look.png").stat().st_size > 10_000
+
+
+def test_the_same_on_any_ranks_and_stages(
+    fork: Fork, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = (*flags_of(rows), "--model.num_topics", "8")
     found = {}
     for stage, ranks in (("zero2", 1), ("zero3", 2)):
@@ -68,7 +90,7 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         assert fork(folder, {"ranks": ranks}, flags=more) == [[0] * ranks], logs(folder)
         found[stage, ranks] = probes(folder)
         printed = logs(folder)
-        assert "probe: 60 of 60 rows of" in printed and "the best embedding is" in printed
+        assert "probe: 60 of 60 rows of" in printed and "the best step was" in printed
         columns = "--text_column body --label_column kind"
         assert f"--train_file {rows} {columns}" in printed and "tools/first_look.py" in printed
         best = [max(line[f"probe/{view}"] for view in EMBEDDINGS) for line in probes(folder)]
@@ -77,7 +99,8 @@ def test_the_same_on_any_ranks_and_stages(fork: Fork, rows: str, tmp_path: Path)
         assert exported == (step or 8)
         assert (folder / "best.json").exists() == (step > 0)
         assert chosen_step(RunFolder(folder), [4, 8]) == (step or 8)
-        assert len(re.findall(r"against the mean at step 0: mean [+-]\d", printed)) == 2
+        assert len(re.findall(r"against the original model's mean: mean [+-]\d", printed)) == 2
+        assert_one_verdict(folder, printed, capsys)
     (following,) = re.findall("next: .*", logs(folder))
     assert fork(folder, {"ranks": 2}, flags=more) == [[0, 0]]
     assert "already finished" in logs(folder) and following in logs(folder)
@@ -93,7 +116,7 @@ def test_no_better_step_exports_the_model_before(
 ) -> None:
     """It has no new facets, which would change the other embeddings, but the topics, also without the run's files.
 
-    The base model may be gone by then. first_look shows it without passages.
+    The base model may be gone by then.
     """
     rows, folder = str(tmp_path / "rows.jsonl"), tmp_path / "run"
     lines = [
@@ -137,19 +160,9 @@ def test_no_better_step_exports_the_model_before(
     topics = TopicTable(exported.config.vocab_size, 8)
     topics.load_state_dict(load_topics(RunFolder(folder)))
     assert first_look.main([str(folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "70 passages of 40 tokens are held out, 0 with a next one: too few for recall" in printed
-    assert re.search(r"mean over tokens +100.0 +100.0 +\+0.0 ", printed), "not the same mean"
-    assert re.search(r"mean and topics +100.0 +100.0", printed) and "facets" not in printed
-    assert (folder / "first_look.png").stat().st_size > 10_000
-    few = tmp_path / "few.jsonl"
-    few.write_text("\n".join(map(json.dumps, [*lines[:9], {"body": "x", "kind": ""}])))
-    with pytest.raises(UserError, match="few.jsonl: 9 labelled rows"):
-        first_look.main([str(folder), "--probe_file", str(few), "--unlabelled", "drop"])
-    assert not capsys.readouterr().out
-    settings = folder / "settings.yaml"
-    settings.write_text(settings.read_text().replace(rows, "null"))
-    with pytest.raises(UserError, match="set --probe_file"):
+    assert "Use the original model: no step was better" in capsys.readouterr().out
+    (folder / "probe.json").unlink()
+    with pytest.raises(UserError, match=r"finetune/compare\.py"):
         first_look.main([str(folder)])
     shutil.rmtree(folder / "checkpoints")
     (folder / "topics.safetensors").unlink()
@@ -227,7 +240,7 @@ def test_the_baseline_is_the_base_models_own_embedding(tmp_path: Path) -> None:
         assert metrics[f"probe/{reference}_change"] == 0.0
         assert np.sign(metrics["probe/mean_change"]) == mean
         selection.keeps(4)
-        assert f"against the {reference} at step 0" in lines[0]
+        assert f"against the original model's {reference}" in lines[0]
 
 
 def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
@@ -244,13 +257,12 @@ def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
     metrics = resumed.compare(better, 4)
     assert resumed.keeps(4) and resumed.best and resumed.best.step == 4
     assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
-    assert "next-passage recall, mean" in resumed.summary()[0]
     worse = selection_of(tmp_path)
     worse.compare({name: np.zeros((60, 4)) for name in noise}, 4)
     assert worse.best and worse.best.step == 0
     worse._seconds, worse._begun = 0.5, time.perf_counter() - 10
-    lines = worse.summary()
-    assert len(lines) == 4 and lines[2].endswith("measuring took 0 s, 5.0% of the time")
+    (line,) = worse.summary()
+    assert line.endswith("measuring took 0 s, 5.0% of the time")
 
 
 def unused() -> Any:
@@ -261,45 +273,51 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     noise, topics = generator.normal(size=(60, 4)), generator.normal(size=(20, 4))[DOCUMENTS]
     good, poor = topics + 0.1 * noise, noise
-    for cls, what in ((poor, "all embeddings"), (good, "the mean over tokens")):
+    for cls, what in ((poor, "mean, cls"), (good, "mean")):
         lines = list[str]()
         selection = selection_of(tmp_path, True, unused, lines.append)
         selection.compare({"mean": good, "cls": good}, 0)
         selection.compare({"mean": poor, "cls": cls}, 4)
-        warning = f"warning: the run made {what} worse. The best step, 0, is kept. Use fewer"
+        warning = f"warning: worse are {what}. Use fewer"
         assert any(line.startswith(warning) for line in selection.summary())
         assert not selection.keeps(4)
         assert len(lines) == 1 and lines[0].count("(") == 2, "the changes of two embeddings"
 
 
-def test_the_embedding_to_take_is_that_of_the_exported_step(tmp_path: Path) -> None:
-    """A run names the best embedding of the best step with keep_best, also after a resume, else of the last step.
-
-    Step 0 of a model that began at random is never exported.
-    """
+def test_the_verdict_on_each_step(tmp_path: Path) -> None:
+    """Only an embedding whose interval leaves out 0 is recommended; the best step is exported, also after a resume."""
     generator = np.random.default_rng(0)
     noise = generator.normal(size=(60, 4))
     topics = generator.normal(size=(20, 4))[DOCUMENTS]
     poor, fair, good = (topics + size * noise for size in (2, 0.5, 0.1))
-    cases: Any = [(True, unused, "mean", 0), (False, unused, "cls", 4), (True, None, "cls", 4)]
-    for keeps_best, untouched, view, exported in cases:
-        found = selection_of(tmp_path, keeps_best, untouched)
-        found.compare({"mean": fair, "cls": noise}, 0)
-        found.compare({"mean": noise, "cls": poor}, 4)
-        assert found.chosen.view == view and found.exported(4) == exported
-        assert f"the best embedding is {view}" in found.summary()[2]
-        assert found.best and found.best.step == 0
-        assert found.recommended == "", "no gain is shown"
-    resumed = selection_of(tmp_path, True, unused)  # without best.json: step 0 was the best
-    resumed.compare({"mean": noise, "cls": poor}, 8)
-    assert resumed.chosen.view == "mean" and "no gain is shown" in resumed.summary()[-1]
-    better, again = (selection_of(tmp_path, True, unused) for _ in range(2))
-    better.compare({"mean": noise, "cls": good}, 8)
-    assert better.chosen.view == "cls"
-    better.on_kept(8)
-    again.compare({"mean": noise, "cls": noise}, 12)
-    assert (again.chosen.view, again.best) == ("cls", better.best) and again.exported(12) == 8
-    assert again.recommended == "cls" and again.chosen.change.low > 0
+    selection, folder = selection_of(tmp_path, True, unused), RunFolder(tmp_path)
+    steps = [(0, fair, noise), (4, fair + 0.01, poor), (8, noise, good), (12, noise, noise)]
+    for step, mean, cls in steps:
+        metrics = selection.compare({"mean": mean, "cls": cls}, step)
+        append_jsonl(folder.metrics, {"step": step, "split": "validation", **metrics})
+        if selection.keeps(step):
+            selection.on_kept(step)
+    found = [read_verdict(folder, step) for step, *_ in steps]
+    assert [v.embedding for v in found if v] == ["", "", "cls", ""]
+    assert [v.advice.partition(": ")[0] for v in found if v][1:3] == [
+        "Use the original model",
+        "Use cls",
+    ]
+    assert found[3] and found[3].advice.endswith("all embeddings are worse.")
+    assert found[0] and found[0].title.startswith(
+        "next-passage recall, 0 passages; original model (mean)"
+    )
+    again = selection_of(tmp_path, True, unused)
+    again.compare({"mean": noise, "cls": noise}, 16)
+    assert again.best == selection.best and again.exported(16) == 8
+    for keeps_best, untouched, exported in ((True, unused, 0), (False, unused, 4), (True, None, 4)):
+        other = selection_of(tmp_path / "other", keeps_best, untouched)
+        (tmp_path / "other").mkdir(exist_ok=True)
+        other.compare({"mean": fair, "cls": noise}, 0)
+        other.compare({"mean": noise, "cls": poor}, 4)
+        assert other.exported(4) == exported, (
+            "a model that began at random is not exported at step 0"
+        )
 
 
 @pytest.mark.parametrize(
