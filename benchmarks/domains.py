@@ -242,8 +242,8 @@ def add_domain(options: Options, domain: Domain) -> None:
         values |= {"results": evaluated(), "training_minutes": options.minutes.get(name)}
         record = Record.model_validate(values | {"origin": Origin.of_this_process()})
         records = Records.read(options.output)  # which another process may have changed
-        records.records.append(record)
-        records.write(options.output)
+        if not records.find(domain.name, name, seed):
+            Records([*records.records, record]).write(options.output)
 
 
 def summary(records: Records, labels: int) -> str:
@@ -278,8 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = options.choosing / f"{name}.jsonl"
             domain.split[0].to_json(path, orient="records", lines=True)
         add_domain(options, domain)
-    for labels in options.labels:
-        print(summary(Records.read(options.output), labels))
+    print(summary(Records.read(options.output), options.labels[0]))
     return 0
 
 

@@ -272,7 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = path.read_text(encoding="utf-8")
         with atomic_write(path) as file:
             file.write(filled(text, records))
-        print(f"written: {path}")
     print(all_systems(records), primary(records), sep="\n")
     return 0
 

@@ -106,6 +106,9 @@ class Records:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = list(records)
+        keys = [(record.domain, record.system, record.seed) for record in self.records]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise UserError(f"records that are there twice, and would count as seeds: {twice}.")
 
     @classmethod
     def read(cls, path: Path) -> "Records":

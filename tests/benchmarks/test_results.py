@@ -53,6 +53,11 @@ def test_the_primary_comparison_by_hand(records: Records) -> None:
         pages.primary(Records([*records.records[:3], *longer]))
 
 
+def test_a_record_that_is_there_twice_is_no_seed(records: Records) -> None:
+    with pytest.raises(UserError, match="there twice, and would count as seeds: .*original_64"):
+        Records([*records.records, records.records[0]])
+
+
 def test_a_page_gets_what_its_marks_name(records: Records) -> None:
     page = "The gain is <!-- results:gain -->?<!-- /results --> points.\n<!-- results:systems -->\n"
     page += "| old |\n<!-- /results -->\nThe end.\n"
