@@ -47,7 +47,6 @@ def test_the_numbers_are_those_of_the_projects_interval(results: Path) -> None:
     assert verdict.startswith(
         f"rte, 100 rows: a {compare(a).score()} (acc, 60 dev rows). a against b: better, "
     )
-    assert "better than b" in verdict
     reference, other = build_report(results, systems=["b", "a"]).table[1:3]
     assert reference[2] == "b" and other[4] == str(compare(a, b)), "--compare sets the first"
 
