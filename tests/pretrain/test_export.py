@@ -108,7 +108,7 @@ def test_a_checkpoint_gives_what_the_run_exports(
 def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: Path) -> None:
     _, text = card_of(stopped / "hf")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4 and str(stopped) not in text
+    assert len(blocks) == 3 and str(stopped) not in text
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_MODULES_CACHE"] = str(tmp_path)
     command = [sys.executable, "-c", "\n".join(blocks)]
