@@ -31,7 +31,8 @@ def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, 
     corpus, metadata = info["corpus"], dict(info["metadata"])
     datasets = corpus["hub_datasets"] or {}
     languages = [*metadata.get("language", []), corpus["language"]]
-    metadata["language"] = [name for name in dict.fromkeys(languages) if name]
+    languages = [name for name in dict.fromkeys(languages) if name not in (None, "auto")]
+    metadata["language"] = languages or None
     is_random = settings["model"]["random_weights"]
     # A head that no step has trained is new in the model before training, too.
     fills_masks = bool(validation) and validation[-1].get("acc/mlm", 0.0) >= FILLS_MASKS
@@ -49,6 +50,8 @@ def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, 
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
     shown = {group: dict(fields) for group, fields in settings.items() if group != "run"}
     del shown["model"]["checkpoint"], shown["data"]["corpus"]  # paths
+    if teacher := shown["model"]["teacher"]:
+        shown["model"]["teacher"] = Path(teacher).name if Path(teacher).is_dir() else teacher
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
