@@ -29,7 +29,7 @@ TRAINED = 2  # mark of a row that the draw trains on
 
 
 class Origin(Settings):
-    """Where a record comes from."""
+    """The command, machine and commit that made a record."""
 
     command: str
     machine: str

@@ -63,7 +63,7 @@ class ProbeRows:
 
     @property
     def unit(self) -> str:
-        """What a row is, for people."""
+        """Returns the name of a row in the log."""
         return "labelled row" if isinstance(self.measure, Probe) else "passage"
 
 

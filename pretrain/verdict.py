@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """What to use, in a sentence."""
+        """Returns a sentence that names the embedding to use."""
         if self.embedding:
             return f"Use {self.embedding}: better than the original model."
         if not self.step:
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def title(self) -> str:
-        """What is compared with what."""
+        """Returns the heading of the changes: the measure and the original model's value."""
         return f"{self.measure}; original model ({self.reference}): {100 * self.before:.1f}"
 
     def rows(self) -> list[tuple[str, str, str, str]]:

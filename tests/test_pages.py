@@ -264,7 +264,8 @@ def test_language_of_a_bad_page_is_refused() -> None:
 
 def test_pages_are_short() -> None:
     words = {page: len(text_of(page).split()) for page in WRITTEN}
-    assert words.pop("README.md") <= 1000
+    assert len((REPOSITORY / "README.md").read_text("utf-8").split()) <= 1000, "tables, too"
+    words.pop("README.md")
     assert words["docs/results.md"] <= 900
     assert sum(words.values()) <= 14_000, words
     news = (REPOSITORY / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1]

@@ -88,7 +88,7 @@ def test_three_workers_drop_the_same(copies: Path, tiny_tokenizer: Path, tmp_pat
 
 @pytest.mark.parametrize("shared", [0.5, 0.75, 0.85])
 def test_the_share_of_documents_that_are_found_is_that_of_the_theory(shared: float) -> None:
-    """Of documents with a share s of their shingles in common, 1 - (1 - s^8)^14 have an equal key."""
+    """Documents that share s of their shingles have an equal key with probability 1 - (1 - s^8)^14."""
     rng, found, number = np.random.default_rng(0), 0, 300
     for _ in range(number):
         tokens = rng.integers(30_000, size=(2, 404))

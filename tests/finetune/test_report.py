@@ -27,7 +27,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_the_numbers_are_those_of_the_projects_interval(results: Path) -> None:
-    """Of the values of each row, averaged over the seeds of a subset; pairs have the same subsets."""
+    """The report compares each row's values, averaged over the seeds of a subset; pairs share subsets."""
     report = build_report(results)
     draws = dict[str, list[np.ndarray]]()
     for system in "ab":

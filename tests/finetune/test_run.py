@@ -114,7 +114,7 @@ def test_a_run_on_own_rows_holds_rows_out_and_shows_an_interval(
 def test_the_smallest_error_picks_the_weights(
     tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of MAE, in the unit of the labels; the other way round the worst evaluation would count."""
+    """MAE is in the unit of the labels, and the smallest counts, not the largest."""
     rows = [
         {"text": f"len {('ros', 'nar')[n % 2]} {n}", "label": n % 2 * 9 + 0.5} for n in range(60)
     ]

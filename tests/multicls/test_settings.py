@@ -195,7 +195,7 @@ def help_of(kind: type[Settings], *words: str, capsys: Any, **options: Any) -> s
 def test_short_help_has_the_common_flags_in_their_groups(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal of 80 columns pretraining's fits a screen, and names what each recipe is for."""
+    """Pretraining's help fits a screen of 80 columns and describes each recipe."""
     monkeypatch.setenv("COLUMNS", "80")
     for name, kind in (("pretrain", PretrainSettings), ("finetune", RunSettings)):
         module = import_module(f"{name}.run")
