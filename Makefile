@@ -44,7 +44,7 @@ demo: export MALLOC_TRIM_THRESHOLD_ = -1
 demo: setup
 	$(BIN)/python data_prep/run.py --sample --output runs/sample_corpus
 	@nvidia-smi -L >/dev/null 2>&1 || export DS_ACCELERATOR=cpu; set -x; $(BIN)/deepspeed --quiet pretrain/run.py
-	$(BIN)/python tools/first_look.py runs/sample
+	@$(BIN)/python tools/first_look.py runs/sample | tail -n 1  # the verdict is above
 	$(BIN)/python tools/try.py runs/sample "The river rises in the mountains and flows into the sea."
 
 # Whole files to each of two processes, in the order of tests/conftest.py.

@@ -14,10 +14,11 @@ from tqdm import tqdm
 from multicls.console import print_line, progress_bar
 from multicls.embeddings import EMBEDDINGS
 from multicls.errors import UserError
+from multicls.evaluation import Difference, verdict
 from multicls.files import append_jsonl, atomic_write, read_jsonl
 from pretrain.folder import RunFolder
 
-TABLE = "{:>8}  {:>8}  {:>22}  {:>14}  {:>10}"  # on a terminal
+TABLE = "{:>8}  {:>8}  {:>36}  {:>14}  {:>10}"  # on a terminal
 TITLES = ("step", "loss", "score", "speed", "time left")  # the rest is in metrics.jsonl
 
 
@@ -129,12 +130,18 @@ class Console(Observer):
 
 
 def _cells(done: int, split: str, values: Mapping[str, float], steps: int) -> tuple[str, ...]:
-    """Returns the cells of a record in a table: the loss of a step, or the best score of a validation."""
+    """Returns the cells of a record in a table: the loss of a step, or the best score of a validation.
+
+    A score has the verdict against the original model's own embedding.
+    """
     loss, score, speed, left = f"{values.get('loss/total', math.nan):.3f}", "", "", ""
     scores = {name: v for name in EMBEDDINGS if (v := values.get(f"probe/{name}")) is not None}
     if split == "validation" and scores:
         best = max(scores, key=scores.__getitem__)
         score = f"{100 * scores[best]:.1f} {best}"
+        ends = [values.get(f"probe/{best}_change_{end}", math.nan) for end in ("low", "high")]
+        if done:
+            score += f": {verdict(Difference(values[f'probe/{best}_change'], *ends))}"
     if split == "train":
         speed = f"{values['speed/sequences_per_second']:.0f} texts/s"
         left = tqdm.format_interval(values["speed/seconds_per_step"] * (steps - done))

@@ -275,12 +275,7 @@ class Selection(Observer):
         return [max(values) for values in scores if values]
 
     def keeps(self, done: int) -> bool:
-        """Reports the changes, and returns True if the step is the best so far and the best one is kept."""
-        if done:
-            shown = ", ".join(f"{name} {change}" for name, change in self.last.items())
-            self._report(
-                f"{self._measure.name}, against the original model's {self._reference}: {shown}"
-            )
+        """Reports a fall, and returns True if the step is the best so far and the best one is kept."""
         recent = self.history[-FALLING:]
         if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
