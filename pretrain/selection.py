@@ -39,7 +39,7 @@ ROWS = 300  # at most; fewer choose the wrong step
 TRAIN_ROWS = 100  # of a draw; half of the rows where there are fewer than twice as many
 DRAWS = 10
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
-FALLING = 3  # validations, each with a lower value than the one before, are a warning
+FALLING = 3  # validations, each with a lower value than the one before, are a warning if the last is worse than step 0
 TOO_EASY = 0.99  # a score at step 0 from which on no gain can be seen
 
 Report = Callable[[str], None]
@@ -275,9 +275,10 @@ class Selection(Observer):
         return [max(values) for values in scores if values]
 
     def keeps(self, done: int) -> bool:
-        """Reports a fall, and returns True if the step is the best so far and the best one is kept."""
+        """Reports a fall that is clear, and returns True if the step is the best so far and the best one is kept."""
         recent = self.history[-FALLING:]
-        if len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
+        is_worse = verdict(self.last[max(self.scores, key=self.scores.__getitem__)]) == "worse"
+        if is_worse and len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
             self._report(
                 f"warning: the {self._measure.name} falls ({values} at {FALLING} validations). {advice(self._settings)}"

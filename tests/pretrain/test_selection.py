@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from multicls.embeddings import EMBEDDINGS, embed_rows
 from multicls.errors import UserError
-from multicls.evaluation import evaluate, random_draws, rows_of
+from multicls.evaluation import Difference, evaluate, random_draws, rows_of
 from multicls.files import append_jsonl, read_json, write_json
 from multicls.labels import LabelledSettings, read_labelled
 from multicls.modeling_multicls import TopicTable
@@ -396,6 +396,9 @@ def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     assert lines == []
     selection.history.append(0.4)
     selection.keeps(0)
+    assert lines == [], "no clear change"
+    selection.last = {"mean": Difference(-0.1, -0.2, -0.05)}
+    selection.keeps(0)
     falls = "warning: the next-passage recall falls (60.0, 50.0, 40.0 at 3 validations). Use fewer"
     assert len(lines) == 1 and lines[0].startswith(falls)
     scores = [{"step": 2, "probe/mean": 0.9}, {"step": 4, "probe/mean": 0.8, "probe/cls": 0.1}]
@@ -405,6 +408,7 @@ def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     resumed = selection_of(tmp_path, report=lines.append)
     resumed.compare(views, 6)
     assert resumed.history[:2] == [0.9, 0.8] and len(resumed.history) == 3
+    resumed.last = selection.last
     resumed.keeps(6)
     assert sum("falls" in line for line in lines) == 2
 
