@@ -14,9 +14,10 @@ from tqdm import tqdm
 from multicls.console import print_line, progress_bar
 from multicls.embeddings import EMBEDDINGS
 from multicls.errors import UserError
-from multicls.evaluation import Difference, verdict
+from multicls.evaluation import verdict
 from multicls.files import append_jsonl, atomic_write, read_jsonl
 from pretrain.folder import RunFolder
+from pretrain.verdict import change_of
 
 TABLE = "{:>8}  {:>8}  {:>36}  {:>14}  {:>10}"  # on a terminal
 TITLES = ("step", "loss", "score", "speed", "time left")  # the rest is in metrics.jsonl
@@ -139,9 +140,8 @@ def _cells(done: int, split: str, values: Mapping[str, float], steps: int) -> tu
     if split == "validation" and scores:
         best = max(scores, key=scores.__getitem__)
         score = f"{100 * scores[best]:.1f} {best}"
-        ends = [values.get(f"probe/{best}_change_{end}", math.nan) for end in ("low", "high")]
         if done:
-            score += f": {verdict(Difference(values[f'probe/{best}_change'], *ends))}"
+            score += f": {verdict(change_of(values, best))}"
     if split == "train":
         speed = f"{values['speed/sequences_per_second']:.0f} texts/s"
         left = tqdm.format_interval(values["speed/seconds_per_step"] * (steps - done))

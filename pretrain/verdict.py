@@ -84,15 +84,7 @@ def read_verdict(folder: RunFolder, step: int | None = None) -> Verdict | None:
     if not records or "measure" not in plan:
         return None
     first, last = records[0], records[-1]
-    changes = {  # an interval without ends is not recorded
-        name: Difference(
-            last[f"probe/{name}_change"],
-            last.get(f"probe/{name}_change_low", -inf),
-            last.get(f"probe/{name}_change_high", inf),
-        )
-        for name in EMBEDDINGS
-        if f"probe/{name}_change" in last
-    }
+    changes = {name: change_of(last, name) for name in EMBEDDINGS if f"probe/{name}_change" in last}
     return Verdict(
         step=last["step"],
         measure=plan["measure"],
@@ -101,3 +93,9 @@ def read_verdict(folder: RunFolder, step: int | None = None) -> Verdict | None:
         scores={name: last[f"probe/{name}"] for name in changes},
         changes=changes,
     )
+
+
+def change_of(record: Mapping[str, float], name: str) -> Difference:
+    """Returns the change of an embedding that a validation has recorded; ends that are not finite are not recorded."""
+    key = f"probe/{name}_change"
+    return Difference(record[key], record.get(f"{key}_low", -inf), record.get(f"{key}_high", inf))
