@@ -107,9 +107,9 @@ class Console(Observer):
         """Writes the finite values under the same keys to metrics.jsonl and TensorBoard, and prints some of them."""
         if not self._writes:
             return
-        values = {name: value for name, value in values.items() if math.isfinite(value)}
-        append_jsonl(self._metrics, {"step": done, "split": split, **values})
-        for name, value in values.items():
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        append_jsonl(self._metrics, {"step": done, "split": split, **finite})
+        for name, value in finite.items():
             self._boards[split].add_scalar(name, value, done)
         cells = _cells(done, split, values, self._steps)
         if self._on_terminal:
@@ -135,7 +135,9 @@ def _cells(done: int, split: str, values: Mapping[str, float], steps: int) -> tu
 
     A score has the verdict against the original model's own embedding.
     """
-    loss, score, speed, left = f"{values.get('loss/total', math.nan):.3f}", "", "", ""
+    loss, score, speed, left = "", "", "", ""
+    if "loss/total" in values:  # not in a run without steps
+        loss = f"{values['loss/total']:.3f}"
     scores = {name: v for name in EMBEDDINGS if (v := values.get(f"probe/{name}")) is not None}
     if split == "validation" and scores:
         best = max(scores, key=scores.__getitem__)

@@ -47,7 +47,6 @@ RUN = ("README.md", *(f"docs/{topic}.md" for topic in TOPICS))
 SHOWN = {  # what the commands of pages print that are run in one copy
     RUN: (
         "next-passage recall",
-        "torch.Size([1, 5, 384])",
         "torch.Size([3, 5, 384])",
         "labelled: 20 rows",
     ),
