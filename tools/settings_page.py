@@ -50,7 +50,9 @@ def help_of(command: str) -> str:
 
 def page() -> str:
     """Returns the page."""
-    owned = "".join(f"| `{key}` | `{owner}` |\n" for key, owner in OWNED.items())
+    owned = "".join(
+        f"| `{key}` | `{owner.replace(' and ', '`, `')}` |\n" for key, owner in OWNED.items()
+    )
     text = f"{INTRODUCTION}| key | setting |\n| --- | --- |\n{owned}"
     with ThreadPoolExecutor(2) as pool:
         for command, shown in zip(COMMANDS, pool.map(help_of, COMMANDS), strict=True):
