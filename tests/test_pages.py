@@ -6,6 +6,7 @@ before a block leaves it out. The flags of all commands are checked, and so is t
 numbers, no hashes, narrow code, and a ceiling of words.
 """
 
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ SHORTER = [  # words of commands that would take minutes
     ("finetune/compare.py ", "finetune/compare.py --repeats 1 "),
     ("corpus \\\n    --probe_file", "corpus --steps 2 --run.eval_examples 6 --probe_file"),
     ("--step 40", "--step 2"),
+    ("--steps 10", "--steps 2"),
 ]
 SHORTER_RECIPE = [("steps: 40\n", "steps: 2\n"), ("examples: 30\n", "examples: 6\n")]
 SHORTER_RECIPE.append(("fraction: 0.5 ", "fraction: 0.1 "))
@@ -85,7 +87,7 @@ def shorter(text: str, words: list[tuple[str, str]]) -> str:
     return text
 
 
-def run_block(block: re.Match[str], page: str, folder: Path) -> str:
+def run_block(block: re.Match[str] | dict[str, str], page: str, folder: Path) -> str:
     """Runs, writes or changes what a block says; returns what it prints."""
     if block["file"]:
         path = folder / block["file"]
@@ -122,6 +124,15 @@ def test_commands_of_pages_run(pages: tuple[str, ...], copy: Path) -> None:
         assert blocks, f"no command of {page} is found"
         output += "".join(run_block(block, page, copy) for block in blocks)
     for text in SHOWN[pages]:
+        assert text in output, f"{text!r} is not in\n{output[-9000:]}"
+
+
+@pytest.mark.walk
+def test_the_notebook_runs(copy: Path) -> None:
+    cells = json.loads((copy / "docs" / "tour.ipynb").read_text("utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    output = run_block({"file": "", "language": "python", "text": code}, "docs/tour.ipynb", copy)
+    for text in ("next-passage recall", "It is fitted on all", "    0.", "tensor([["):
         assert text in output, f"{text!r} is not in\n{output[-9000:]}"
 
 

@@ -21,7 +21,7 @@ from multicls.errors import UserError, run_command
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
 
-NEAREST = 3  # passages
+NEAREST = 3  # passages, or labels
 SHOWN = 100  # characters of a passage
 MOST = 1000  # passages to choose from
 Answer = Callable[[str], list[str]]
@@ -75,13 +75,15 @@ def nearest_passages(run: Path) -> Answer:
 
 
 def label(model: Path, sentence: str) -> list[str]:
-    """Returns a sentence's label, or score, by a saved classifier, and the probability of each label."""
+    """Returns a sentence's label, or score, by a saved classifier, and its most probable labels."""
     from finetune.predict import PredictOptions, label_rows
 
     cells = {f"text{number}": text for number, text in enumerate(sentence.split("\t"))}
     options = PredictOptions(model=str(model), rows="", text_column=",".join(cells))
     found = label_rows(options, [("the sentence", cells)])[0].iloc[0].to_dict()
-    return [f"  {name.removeprefix('predicted_')}: {value}" for name, value in found.items()]
+    lines = [f"  {found.pop(name)}" for name in list(found) if name.startswith("predicted_")]
+    ranked = sorted(found, key=lambda name: found[name], reverse=True)[:NEAREST]
+    return lines + [f"    {found[name]:.2f}  {name.removeprefix('p_')}" for name in ranked]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -305,6 +305,11 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
     assert found[0] and found[0].title.startswith(
         "next-passage recall, 0 passages; original model (mean)"
     )
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text(lines[0])
+    untrained = read_verdict(folder, 0)
+    assert untrained and untrained.advice.startswith("Nothing was trained")
+    folder.metrics.write_text("".join(lines))
     again = selection_of(tmp_path, True, unused)
     again.compare({"mean": noise, "cls": noise}, 16)
     assert again.best == selection.best and again.exported(16) == 8
