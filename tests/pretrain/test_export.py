@@ -162,9 +162,10 @@ def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path)
     folder = tmp_path / "run" / "hf"
     text = "bal del fil gol " * 60
     options: Any = {"device": "cpu", "trust_remote_code": True}
-    with_parts: Any = {"config_kwargs": {"embedding": parts}}
-    models = (SentenceTransformer(str(folder), **options, **more) for more in ({}, with_parts))
-    own, found = (torch.from_numpy(model.encode([text, text + "nar"])) for model in models)
+    texts = [text, text + "nar"]
+    own = torch.from_numpy(SentenceTransformer(str(folder), **options).encode(texts))
+    options["config_kwargs"] = {"embedding": parts}
+    found = torch.from_numpy(SentenceTransformer(str(folder), **options).encode(texts))
     plain = AutoModel.from_pretrained(folder).eval()
     limit, tokenizer = plain.config.encoder_tokens, AutoTokenizer.from_pretrained(folder)
     assert limit == plain.config.max_tokens < len(tokenizer(text, truncation=False)["input_ids"])
