@@ -11,6 +11,7 @@ from multicls.files import read_json, write_json
 from multicls.sample import SAMPLE, SAMPLE_MODEL_ID, sample_model
 
 CARD = "README.md"
+SENTENCE_CONFIG = "sentence_bert_config.json"
 EXPORT_INFO = "export.json"  # in RUN/model: facts for the card; in an export its step, too
 TRANSFORMERS = "5.17"  # the oldest release that loads the models; pyproject.toml has the same
 METHOD = "multicls"
@@ -34,7 +35,7 @@ SENTENCE_TRANSFORMER: dict[str, Any] = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     ],
-    "sentence_bert_config.json": {
+    SENTENCE_CONFIG: {
         "modality_config": {"text": {"method": "embed_sentences", "method_output_name": None}},
         "module_output_name": "sentence_embedding",
         "processor_kwargs": {"split_special_tokens": True},  # a literal "[SEP]" in a text is text
@@ -93,10 +94,10 @@ def sentence_embedding(
             normalize = True
         elif name not in ("Transformer", "Dropout"):
             replaced.append(f"the module {name} by nothing")
-    for file in dict.fromkeys(("sentence_bert_config.json", f"sentence_{kind}_config.json")):
+    for file in dict.fromkeys((SENTENCE_CONFIG, f"sentence_{kind}_config.json")):
         settings = _read(checkpoint, file, revision, {})
         kept = {name: settings[name] for name in ENCODING if settings.get(name)}
-        files["sentence_bert_config.json"] = files["sentence_bert_config.json"] | kept
+        files[SENTENCE_CONFIG] = files[SENTENCE_CONFIG] | kept
     settings = _read(checkpoint, "config_sentence_transformers.json", revision, {})
     kept = {name: settings[name] for name in PROMPTS if settings.get(name)}
     if kept.get("similarity_fn_name") not in SIMILARITIES:

@@ -11,6 +11,7 @@ OFFSET_POSITIONS = (  # encoders whose first position is that of the padding tok
     *("roberta", "xlm-roberta", "camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"),
     *("xmod", "data2vec-text", "ibert", "longformer"),
 )
+PARTS = ("mean", "cls", "facets", "topics")  # of an embedding
 AUTO_MAP = {
     "AutoConfig": "configuration_multicls.MultiClsConfig",
     "AutoModel": "modeling_multicls.MultiClsModel",
@@ -31,8 +32,10 @@ class MultiClsConfig(PreTrainedConfig):
         mcqt_lambda: weight of the best facet pair, against the sum of facets, in the MCQT score (Eq. 2).
         mcqt_scale: factor of the MCQT scores before the softmax, an inverse temperature; the paper has none.
         num_topics: T, topics of a text beside its embeddings (`TopicTable`); 0: none.
-        pooling: the embedding of `embed_sentences`: "mean", over the tokens without the facets, or "cls".
+        pooling: the encoder's own embedding of a text: "mean", over the tokens without the facets, or "cls".
         normalize: its length is 1.
+        embedding: parts of `embed_sentences`, such as "mean+facets+topics"; "": the encoder's own embedding.
+        encoder_tokens: tokens of a text that the encoder reads in `embed_sentences`; topics read all. None: all.
         hard_negatives: three parts an example, the third a hard negative of the first (section 2.4); False: two.
     """
 
@@ -47,6 +50,8 @@ class MultiClsConfig(PreTrainedConfig):
     num_topics: int = 0
     pooling: str = "mean"
     normalize: bool = False
+    embedding: str = ""
+    encoder_tokens: int | None = None
     hard_negatives: bool = True
     classifier_dropout: float = 0.1
     layer_norm_eps: float = 1e-12
@@ -72,6 +77,8 @@ class MultiClsConfig(PreTrainedConfig):
             self.facet_layers = self._default_layers() if self.num_facets else []
         if self.pooling not in ("mean", "cls"):
             raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
+        if unknown := set(self.embedding.split("+")) - {"", *PARTS}:
+            raise ValueError(f"embedding: {min(unknown)} is none of {', '.join(PARTS)}")
         layers, depth = self.facet_layers, self.num_hidden_layers
         if not 0 <= self.num_facets < self.max_tokens - 2:
             raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")

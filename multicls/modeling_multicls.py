@@ -299,17 +299,45 @@ class MultiClsModel(MultiClsPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Returns an embedding of each sequence, (B, D), pooled and normalised as the configuration says."""
-        outputs = self(
-            input_ids, attention_mask, token_type_ids, with_topics=False, return_dict=True
-        )
-        mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        pooled_BD = self.pool(outputs.last_hidden_state, mask_BL)
-        return F.normalize(pooled_BD, dim=-1) if self.config.normalize else pooled_BD
+        """Returns an embedding of each text, (B, F): the encoder's own, or the parts that `config.embedding` names.
 
-    def pool(self, hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """Returns the last hidden state of [CLS], or the mean of those that are no facets or padding, (B, D)."""
-        if self.config.pooling == "cls":
+        Several parts stand side by side. Each has the same length, so that each weighs the same, and together they have
+        length 1: a cosine is the mean of those of the parts. The encoder reads `config.encoder_tokens`, topics all.
+        """
+        ids_BL, whole_BL = input_ids, attention_mask
+        if whole_BL is None:
+            whole_BL = torch.ones_like(ids_BL)
+        mask_BL = whole_BL
+        if limit := self.config.encoder_tokens:
+            last_B1 = ids_BL.gather(1, whole_BL.sum(dim=1, keepdim=True) - 1)  # [SEP]
+            is_cut_B1 = (whole_BL.sum(dim=1, keepdim=True) > limit).long()
+            ids_BL, mask_BL = ids_BL[:, :limit], whole_BL[:, :limit]
+            end_L = (torch.arange(ids_BL.shape[1], device=ids_BL.device) == limit - 1).long()
+            ids_BL = torch.where((end_L * is_cut_B1).bool(), last_B1, ids_BL)
+            token_type_ids = None if token_type_ids is None else token_type_ids[:, :limit]
+        outputs = self(ids_BL, mask_BL, token_type_ids, with_topics=False, return_dict=True)
+        hidden_BLD = outputs.last_hidden_state
+        if not self.config.embedding:
+            own_BD = self.pool(hidden_BLD, mask_BL)
+            return F.normalize(own_BD, dim=-1) if self.config.normalize else own_BD
+        parts = list[Tensor]()
+        for name in self.config.embedding.split("+"):
+            if name == "facets":
+                facets_BSD = F.normalize(_fp32(outputs.facet_embeddings), dim=-1)
+                parts.append(F.normalize(facets_BSD.flatten(1), dim=-1))
+            elif name == "topics":
+                assert self.topics is not None, "the model has no topics"
+                parts.append(self.topics(input_ids, whole_BL))
+            else:
+                parts.append(F.normalize(_fp32(self.pool(hidden_BLD, mask_BL, name)), dim=-1))
+        return torch.cat(parts, dim=-1) / len(parts) ** 0.5
+
+    def pool(self, hidden_BLD: Tensor, mask_BL: Tensor, pooling: str = "") -> Tensor:
+        """Returns the last hidden state of [CLS], or the mean of those that are no facets or padding, (B, D).
+
+        `pooling` is "mean" or "cls"; by default that of the configuration.
+        """
+        if (pooling or self.config.pooling) == "cls":
             return hidden_BLD[:, 0]
         kept_BL = mask_BL.clone()
         kept_BL[:, self.config.facet_slice] = 0

@@ -72,6 +72,7 @@ def write_card(output: Path, folder: RunFolder, config: Any, info: Mapping[str, 
         verdict=read_verdict(folder, step),
         probe=_probe(settings) if any("probe/mean" in record for record in validation) else "",
         validated=validation[-1]["step"] if validation else 0,
+        parts="mean+facets+topics" if config.num_facets else "mean+topics",
         citation=PAPERS[METHOD],
     )
     card.save(output / CARD)

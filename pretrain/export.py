@@ -16,7 +16,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from multicls.cards import EXPORT_INFO, inherited_metadata, write_sentence_transformer
+from multicls.cards import (
+    EXPORT_INFO,
+    SENTENCE_CONFIG,
+    inherited_metadata,
+    write_sentence_transformer,
+)
 from multicls.console import print_summary
 from multicls.errors import UserError, print_stderr, run_command
 from multicls.files import atomic_folder, read_json, write_json
@@ -25,6 +30,9 @@ from pretrain.card import write_card
 from pretrain.folder import RunFolder
 from pretrain.settings import ModelSettings, PretrainSettings
 
+WHOLE_TEXT = (
+    1_000_000  # tokens of a text that sentence-transformers passes to a model with topics, at most
+)
 FACTS = ("documents", "sentences", "tokens", "sources", "hub_datasets")  # of a manifest: no paths
 WEIGHTS = "model.safetensors"
 LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # for `from_pretrained`
@@ -188,6 +196,17 @@ def untouched_model(folder: RunFolder) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(folder.before, **LOCAL)
 
 
+def read_whole_texts(config: Any, folder: Path) -> None:
+    """Lets sentence-transformers pass whole texts to a model with topics; its encoder reads as much as before.
+
+    Args:
+        folder: The exported model, with the files of sentence-transformers.
+    """
+    sentence = read_json(folder / SENTENCE_CONFIG)
+    config.encoder_tokens = sentence.get("max_seq_length") or config.max_tokens
+    write_json(folder / SENTENCE_CONFIG, sentence | {"max_seq_length": WHOLE_TEXT})
+
+
 def write_model(folder: RunFolder, step: int, output: Path) -> None:
     """Writes the model of a step as a Hugging Face folder; replaces an earlier one when the new one is whole.
 
@@ -224,6 +243,8 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
     info["step"] = step
     with atomic_folder(output) as fresh, quiet_transformers():
         shutil.copytree(folder.model, fresh, dirs_exist_ok=True)
+        if topics:
+            read_whole_texts(model.config, fresh)
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         write_json(fresh / EXPORT_INFO, info)

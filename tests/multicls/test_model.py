@@ -2,8 +2,10 @@
 
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,65 @@ def test_input_without_room_for_the_facets_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tokens have no room for"):
         model(torch.tensor([[5, 1, 2]]))
     model(inputs_embeds=torch.zeros(1, 6, 16))
+
+
+PARTS = "mean+facets+topics"
+
+
+def model_of_parts() -> MultiClsModel:
+    """A model with an embedding of three parts, whose encoder reads 8 tokens and whose topics read all."""
+    model = MultiClsModel(tiny(embedding=PARTS, encoder_tokens=8, num_topics=4)).eval()
+    assert model.topics is not None
+    model.topics.idf.uniform_(1, 2)
+    model.topics.table.normal_()
+    return model
+
+
+def test_an_embedding_of_parts_has_equal_parts_and_topics_of_whole_texts() -> None:
+    model, cosine = model_of_parts(), torch.nn.functional.cosine_similarity
+    ids = torch.randint(10, 97, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 6:], mask[2, 8:] = 0, 0
+    ids[0, 11], ids[1, 5], ids[2, 7] = 2, 2, 2  # [SEP]
+    own, facets, topics = model.embed_sentences(ids, mask).split([16, 3 * 16, 4], dim=1)
+    for part in (own, facets, topics):
+        torch.testing.assert_close(part.norm(dim=1), torch.full((3,), 3**-0.5))
+    cut = ids[:, :8].clone()
+    cut[0, 7] = 2  # as a tokenizer truncates
+    outputs = model(cut, mask[:, :8])
+    expected = {own: model.pool(outputs.last_hidden_state, mask[:, :8])}
+    expected |= dict(zip(facets.split(16, 1), outputs.facet_embeddings.unbind(1), strict=True))
+    expected |= {topics: model(ids, mask).topics}
+    for part, values in expected.items():
+        torch.testing.assert_close(cosine(part, values), torch.ones(3))
+    with pytest.raises(ValueError, match="embedding: meen is none of mean, cls, facets, topics"):
+        tiny(embedding="meen+topics")
+
+
+@pytest.mark.slow
+def test_an_embedding_of_parts_as_onnx(tmp_path: Path) -> None:
+    """For any number of texts and tokens, shorter and longer than the encoder reads."""
+    model, file = model_of_parts(), str(tmp_path / "model.onnx")
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return model.embed_sentences(ids, mask)
+
+    any_size = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    ids = torch.randint(10, 97, (3, 12))
+    options: Any = {"dynamic_shapes": (any_size, any_size), "verbose": False}
+    program: Any = torch.onnx.export(Wrapped().eval(), (ids, torch.ones_like(ids)), **options)
+    program.save(file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    for texts, length in ((5, 20), (2, 6)):
+        ids = torch.randint(10, 97, (texts, length))
+        mask = torch.ones_like(ids)
+        mask[0, 5:] = 0
+        (found,) = session.run(None, dict(zip(names, (ids.numpy(), mask.numpy()), strict=True)))
+        with torch.no_grad():
+            expected = model.embed_sentences(ids, mask)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("facets", [0, 3])

@@ -24,7 +24,7 @@ from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
 from pretrain.card import TAGS
 from pretrain.folder import RunFolder
-from tests.pretrain.conftest import Fork, logs, records
+from tests.pretrain.conftest import Fork, Launch, logs, records
 from tests.processes import completed
 
 pytestmark = pytest.mark.launcher
@@ -153,6 +153,33 @@ def test_the_folder_is_a_sentence_transformer(stopped: Path, tmp_path: Path) -> 
         torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-5)
         model.save_pretrained(str(tmp_path / "saved"))
     assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
+
+
+def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path) -> None:
+    """In sentence-transformers: topics of whole texts, and an encoder that reads as much as before."""
+    parts = "mean+facets+topics"
+    launch(tmp_path / "run", "--model.num_topics", "6", "--steps", "1").check_returncode()
+    folder = tmp_path / "run" / "hf"
+    text = "bal del fil gol " * 60
+    options: Any = {"device": "cpu", "trust_remote_code": True}
+    texts = [text, text + "nar"]
+    own = torch.from_numpy(SentenceTransformer(str(folder), **options).encode(texts))
+    options["config_kwargs"] = {"embedding": parts}
+    found = torch.from_numpy(SentenceTransformer(str(folder), **options).encode(texts))
+    plain = AutoModel.from_pretrained(folder).eval()
+    limit, tokenizer = plain.config.encoder_tokens, AutoTokenizer.from_pretrained(folder)
+    assert limit == plain.config.max_tokens < len(tokenizer(text, truncation=False)["input_ids"])
+    cut = tokenizer([text], truncation=True, max_length=limit, return_tensors="pt")
+    with torch.inference_mode():
+        expected = plain.embed_sentences(**cut)[0]
+        plain.config.embedding = "mean+facets"
+        together = plain.embed_sentences(**cut)[0] * (2 / 3) ** 0.5
+    same: Any = {"rtol": 1e-4, "atol": 1e-5}
+    for number in (0, 1):
+        torch.testing.assert_close(own[number], expected, **same)
+        torch.testing.assert_close(found[number, : len(together)], together, **same)
+    assert not torch.allclose(found[0, len(together) :], found[1, len(together) :], atol=1e-3)
+    assert parts in card_of(folder)[1]
 
 
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}
