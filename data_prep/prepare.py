@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +27,15 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from data_prep import merge
-from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
+from data_prep.build import DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.formats import FORMATS
-from data_prep.formats.base import SourceFile
+from data_prep.formats.base import Skipped, SourceFile
 from data_prep.ledger import remedies
 from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
-from data_prep.sources import Skipped, list_inputs
+from data_prep.sources import list_inputs
 from multicls.console import count, print_line, progress_bar
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
@@ -46,7 +46,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 CHANGES = 3  # of the input while it is read, after which a run ends
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 6  # of the files of a unit
+UNITS_VERSION = 7  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
 MINHASH = "datasketch"
@@ -105,10 +105,6 @@ def prepare(
                 folders = [work / unit.key for unit in job.units]
                 is_dropped = "duplicate_documents" in options.rules
                 copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
-                for folder, copied in zip(folders, copies, strict=True):
-                    if merge.is_rewritten(folder, copied):  # if the input has changed since
-                        shutil.rmtree(folder)
-                _build(job, options, work, shard_tokens, pool)
                 tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
                 merged = merge.merge(folders, copies, output, size, shard_bytes, pool)
@@ -301,7 +297,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
 def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     """Writes frequencies, samples and tokenizer files and, last, the manifest."""
     skipped = Counter(entry.reason for entry in job.skipped)
-    drops = merged.drops.by_reason()
+    drops = merged.ledger.by_reason()
     if not merged.shards:
         reasons = skipped + Counter(drops)
         listed = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
@@ -319,7 +315,7 @@ def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
             "--without duplicate_documents keep more."
         )
     paths = [entry._asdict() for entry in sorted(job.skipped)]
-    write_json(output / DROPPED, merged.drops.to_json() | {"skipped": paths})
+    write_json(output / DROPPED, merged.ledger.to_json() | {"skipped": paths})
     with atomic_write(output / merge.FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
@@ -329,8 +325,8 @@ def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     if job.made_from["settings"]["keep_dropped"]:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
-            for unit, name in product(job.units, (DROPPED_TEXT, COPIES_TEXT)):
-                with open(output / "work" / unit.key / name, "rb") as part:
+            for path in merged.dropped:
+                with path.open("rb") as part:
                     shutil.copyfileobj(part, file)
     for path in chain(*(output.glob(f".{name}.????????") for name in (*names, MANIFEST))):
         path.unlink()  # of a run that was killed

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 
 from data_prep.formats import FORMATS
-from data_prep.formats.base import Layout, SourceFile, printable, stem
+from data_prep.formats.base import Entry, Layout, Skipped, SourceFile, printable, stem
 from data_prep.formats.recognise import layout_of, missing_fields, recognise
 from data_prep.formats.tables import schema_paths
 from data_prep.ledger import skip_text
@@ -36,21 +36,6 @@ PRESETS = {  # name: data set of the Hub, configuration, revision
     "bookcorpus": ("bookcorpus/bookcorpus", "plain_text", "refs/convert/parquet"),
 }
 _NAMED = re.compile(r"([^/=]+)=(.+)", re.DOTALL)
-
-
-class Skipped(NamedTuple):
-    """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
-
-    path: str
-    reason: str
-    bytes: int = 0
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {skip_text(self.reason, self.detail)}"
-
-
-Entry = SourceFile | Skipped
 
 
 def list_inputs(settings: BuildOptions) -> tuple[list[SourceFile], list[Skipped]]:
@@ -222,15 +207,12 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     if is_excluded or not any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"]):
         return Skipped(path, "excluded", file.size)
     try:
-        found = recognise(file, settings)
+        return recognise(file, settings)
     except Exception as error:
         reason = "" if "://" in file.path else getattr(error, "strerror", "")
         if reason:
             return Skipped(path, "unreadable", file.size, reason)
         return Skipped(path, "damaged", file.size, damage(file, error))
-    if found.reason:
-        return Skipped(path, found.reason, file.size, found.detail)
-    return found.file
 
 
 def damage(file: SourceFile, error: Exception) -> str:

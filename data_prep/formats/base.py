@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, NamedTuple
 import fsspec
 import pyarrow as pa
 
-from data_prep.ledger import Left, size
+from data_prep.ledger import Left, size, skip_text
 from data_prep.settings import BuildOptions
 
 LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line is cut
@@ -84,6 +84,19 @@ class SourceFile(NamedTuple):
         return printable(self.path)
 
 
+class Skipped(NamedTuple):
+    """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
+
+    path: str
+    reason: str
+    bytes: int = 0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {skip_text(self.reason, self.detail)}"
+
+
+Entry = SourceFile | Skipped
 Read = Callable[[SourceFile, BuildOptions], Iterator[Record]]
 
 

@@ -22,7 +22,6 @@ import pytest
 from data_prep import build, clean, merge, prepare, run
 from data_prep.examples import ExampleStream
 from data_prep.ledger import Ledger, last_lines
-from data_prep.merge import link_shard
 from multicls.corpus import MAX_TOKENS, Corpus
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, locked
@@ -38,6 +37,7 @@ from tests.data_prep.conftest import (
 from tests.processes import children, completed, program, sessions, until
 
 Make = Callable[..., Corpus]  # of the fixture corpus_of
+COUNTS = ("documents", "rows", "sentences", "tokens", "passages")
 
 
 def test_plain_text_and_compression(tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path)
         assert row.counts.tolist() == [row.tokens.tolist().count(i) for i in row.tokens]
         passages = max(1, round(words / 1000))
         counts = (1, 1, stories[name].count("."), words, passages)
-        expected[name] = dict(zip(merge.COUNTS, counts, strict=True))
+        expected[name] = dict(zip(COUNTS, counts, strict=True))
     assert expected["a"]["passages"] > 2
     assert corpus.manifest["sources"] == expected
-    for key in merge.COUNTS:
+    for key in COUNTS:
         assert corpus.manifest[key] == sum(counts[key] for counts in expected.values())
 
 
@@ -170,13 +170,13 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     folders, seen = [tmp_path / str(number) for number in range(4)], set[int]()
     for folder, hashes in zip(folders, units, strict=True):
         folder.mkdir()
-        build.write_hashes(folder, hashes)
-    found = merge.find_copies(folders, True, None)
+        np.save(folder / build.HASHES_FILE, hashes[None])
+    found = merge.find_copies(folders, range(1), None)
     for hashes, copies in zip(units, found, strict=True):
         for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
             assert is_copy == (value in seen)
             seen.add(value)
-    assert not np.concatenate(merge.find_copies(folders, False, None)).any()
+    assert not np.concatenate(merge.find_copies(folders, range(0), None)).any()
 
 
 # Determinism and interruptions.
@@ -198,8 +198,8 @@ def write(path: Path, text: str, date: int = 1) -> None:
     os.utime(path, (date, date))
 
 
-STOPS = [("os.rename", share) for share in (0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.0)]
-STOPS += [("os.link", 0.9), ("shutil.rmtree", 1.0)]  # among the shards; after the manifest
+STOPS = [("os.rename", share) for share in (0.3, 0.6, 0.85, 1.0)]
+STOPS += [("shutil.rmtree", 1.0)]  # after the manifest
 LEFT: dict[str, int] = {}
 EVENTS: dict[str, int] = {}  # number of events of a whole run, by event and settings
 FRESH: dict[str, Path] = {}  # corpus of a fresh run, by the change of its input
@@ -278,21 +278,6 @@ def test_a_stopped_run_continues(
     same_files(FRESH[change.__name__], out)
 
 
-def test_a_merge_that_was_stopped_goes_on_and_rewritten_units_take_no_room_twice(
-    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [story(20), story(33, 5)]  # a copy and none
-    (texts / "12.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "_finish", interrupted)
-        prepared(tiny_tokenizer, tmp_path / "out", texts)
-    work = tmp_path / "out" / "work"
-    (kept,) = work.glob("*/kept-*.arrow")
-    assert not kept.with_name(kept.name.removeprefix("kept-")).exists()
-    monkeypatch.setattr(merge, "_describe_shard", None)  # no unit is read again
-    prepared(tiny_tokenizer, tmp_path / "out", texts).verify()
-
-
 def test_files_of_units_are_joined_to_shards_of_a_size(
     texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +293,7 @@ def test_files_of_units_are_joined_to_shards_of_a_size(
         prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
     whole = prepared(tiny_tokenizer, tmp_path / "whole", *inputs, shard_bytes=1 << 30)
     assert whole.num_shards == 1 and whole.shard(0).source_names == ["in", "books"]
-    monkeypatch.setattr(merge, "join_shards", None)  # no shard is joined again
+    monkeypatch.setattr(merge, "join_shards", None)  # a merge that was stopped goes on
     joined = prepared(tiny_tokenizer, tmp_path / "out", *inputs, shard_bytes=limit)
     joined.verify()
     assert 2 < joined.num_shards < apart.num_shards - 4
@@ -334,49 +319,40 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_built_units_are_not_built_again(texts: Path, tiny_tokenizer: Path, tmp_path: Path) -> None:
+def test_built_units_are_not_built_again(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = tmp_path / "out" / "work"
 
-    def built() -> set[tuple[str, int]]:
+    def built(**settings: Any) -> set[tuple[str, int]]:
+        """The units after a run that is stopped when all of them are built."""
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(merge, "merge", interrupted)
+            prepared(tiny_tokenizer, tmp_path / "out", texts, **settings)
         return {(path.parent.name, path.stat().st_ino) for path in work.glob("*/drops.json")}
 
-    prepare_until("os.link", 0.5, tiny_tokenizer, tmp_path / "out", texts)
     first = built()
     (texts / "05.txt").write_text(story(33, 5))
     (work / "notes.txt").write_text("not ours")
-    prepare_until("os.link", 0.5, tiny_tokenizer, tmp_path / "out", texts)
-    number = len(first)
-    assert 6 <= number < 12 and len(built() - first) == 1, "the unit of 05.txt"
-    prepare_until("os.link", 0.5, tiny_tokenizer, tmp_path / "out", texts, min_sentences=7)
-    assert len(built()) == 2 * number + 1, "other settings, other units"
+    number, second = len(first), built()
+    assert 6 <= number < 12 and len(second - first) == 1, "the unit of 05.txt"
+    assert len(built(min_sentences=7) - second) == number, "other settings, other units"
     prepared(tiny_tokenizer, tmp_path / "out", texts)
     assert [path.name for path in work.iterdir()] == ["notes.txt"]
 
 
-def test_a_late_task_takes_nothing_from_a_finished_corpus(tmp_path: Path) -> None:
-    """A worker that was taken for dead may link its shard when work/ is gone."""
-    (tmp_path / "shard").write_text("whole")
-    with pytest.raises(OSError):
-        link_shard(tmp_path / "work" / "rows", tmp_path / "shard")
-    assert (tmp_path / "shard").read_text() == "whole"
-
-
-def test_two_processes_may_build_one_unit_on_a_disk_without_links(
+def test_two_processes_may_build_one_unit(
     texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second worker renames the folder of each unit right before the first one does."""
     prepared(tiny_tokenizer, tmp_path / "whole", texts)
     rename = os.rename
 
-    def refused(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
     def late(source: Path, target: Path) -> None:
         if target.parent.name == "work":
             shutil.copytree(source, target)
         rename(source, target)
 
-    monkeypatch.setattr(os, "link", refused)
     monkeypatch.setattr(os, "rename", late)
     prepared(tiny_tokenizer, tmp_path / "out", texts)
     same_files(tmp_path / "whole", tmp_path / "out")

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from data_prep.clean import clean
 from data_prep.formats import FORMATS, base
-from data_prep.formats.base import BadRecord, SourceFile
+from data_prep.formats.base import BadRecord, Skipped, SourceFile
 from data_prep.formats.recognise import HEAD_BYTES
 from data_prep.formats.text import FEWEST_ROWS, MOST_ROWS
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
 from data_prep.read import read_documents
 from data_prep.settings import RULES, BuildOptions
-from data_prep.sources import Skipped, list_inputs
+from data_prep.sources import list_inputs
 from multicls.errors import UserError
 from tests.data_prep.conftest import prepared, story
 
