@@ -8,14 +8,12 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -85,7 +83,7 @@ def prepare(
     """
     output = Path(options.output).absolute()
     work, started = output / "work", time.monotonic()
-    job = _describe_job(options, output, small_unit)
+    job = _describe_job(options, small_unit)
     with locked(output):
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
@@ -99,7 +97,7 @@ def prepare(
                     if not changed:
                         break
                     print_line(f"{changed}: changed while it was read; reading it again")
-                    job = _describe_job(options, output, small_unit)
+                    job = _describe_job(options, small_unit)
                 else:
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 folders = [work / unit.key for unit in job.units]
@@ -156,28 +154,17 @@ def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool:
     return changed
 
 
-def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
+def _describe_job(options: BuildOptions, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
-    inside = os.path.join(os.path.realpath(output), "")  # the output may lie in the input
     files, skipped = list_inputs(options)
-    held_out: set[str] = set()
-    if options.validation_input:
-        try:
-            own, more = list_inputs(options.model_copy(update={"input": options.validation_input}))
-        except UserError as error:
-            named = (line.replace("--input", "--validation_input", 1) for line in error.problems)
-            raise UserError(*named) from None
-        held_out = {file.source for file in own}
-        if both := held_out & {file.source for file in files}:
-            raise UserError(
-                f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
-            )
-        # First, so that copies of held-out documents are dropped from the training text.
-        files, skipped = [*own, *files], [*more, *skipped]
-    files = [file for file in files if not _real_folder(file.path).startswith(inside)]
-    skipped = [entry for entry in skipped if not _real_folder(entry.path).startswith(inside)]
-    if not files:
-        raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
+    validation, more = list_inputs(options, "validation_input")
+    held_out = {file.source for file in validation}
+    if both := held_out & {file.source for file in files}:
+        raise UserError(
+            f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
+        )
+    # First, so that copies of held-out documents are dropped from the training text.
+    files, skipped = [*validation, *files], [*more, *skipped]
     for entry in skipped[:20]:
         print_line(f"skipped: {entry}")
     if len(skipped) > 20:
@@ -222,14 +209,6 @@ def _version_of_minhash() -> str:
         raise UserError(f"--near_duplicates: needs {MINHASH}; pip install {MINHASH}.") from None
 
 
-def _real_folder(path: str) -> str:
-    """Returns the folder of a file without links, with a slash at its end."""
-    return os.path.join(_resolve(os.path.dirname(path)), "")
-
-
-_resolve = lru_cache(maxsize=256)(os.path.realpath)
-
-
 def group_units(
     files: Sequence[SourceFile], identity: dict[str, Any], small: float, large: int = LARGE_UNIT
 ) -> list[Unit]:
@@ -240,7 +219,6 @@ def group_units(
     whose name has a small hash, so groups of other input begin at the same files.
     """
     shares = list(chain.from_iterable(_shares(file, large) for file in files))
-    alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
     groups, weight = list[list[SourceFile]](), 0.0
     for file in shares:
@@ -251,9 +229,7 @@ def group_units(
             weight = 0
         groups[-1].append(file)
         weight += added
-    # Files of one name, size and date differ by their paths.
-    named = ([file if alike[file[1:]] > 1 else file[1:] for file in group] for group in groups)
-    texts = (json.dumps([prefix, files]) for files in named)
+    texts = (json.dumps([prefix, group]) for group in groups)
     keys = (hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts)
     return list(map(Unit, keys, groups))
 

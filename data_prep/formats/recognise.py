@@ -46,11 +46,11 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
         file = file._replace(packed=base.packing(raw.read(16), file.name))
     with open_bytes(file) as stream:
         head = _head(stream)
-        found = _by_head(file, head, settings)
-        if isinstance(found, Skipped):
-            return found
-        chosen = FORMATS[found.format]
-        names = chosen.fields(stream, head) if chosen.fields else []
+    found = _by_head(file, head, settings)
+    if isinstance(found, Skipped):
+        return found
+    chosen = FORMATS[found.format]
+    names = chosen.fields(found) if chosen.fields else []
     if missing := missing_fields(settings, names):
         return _skip(file, "missing_field", missing)
     module, command = chosen.needs

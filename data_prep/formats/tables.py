@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from itertools import takewhile
-from typing import IO, Any
+from itertools import islice, takewhile
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -191,20 +191,17 @@ def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
         raise EOFError("it ends inside an object, or is no JSON")
 
 
-def _json_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    """Returns the paths of all fields of the complete records of the first bytes."""
-    names, decode = list[str](), json.JSONDecoder().raw_decode
-    rest = head.decode("utf-8-sig", "replace").strip().removeprefix("[")
-    for text in rest.split("\n") if re.match(r"\{.*\}\s*(\n|$)", rest) else [rest]:
-        with suppress(ValueError, RecursionError):  # a bad record, or the last one, which is cut
-            while text := text.lstrip(", \t\r\n"):
-                record, end = decode(text)
-                names += _paths(record)
-                text = text[end:]
+def _first_fields(read: Rows, file: SourceFile) -> list[str]:
+    """Returns the paths of all fields of the first rows of a file."""
+    names = list[str]()
+    with suppress(Exception):  # of a damaged file, those before the damage
+        for _, row in islice(read(file, ()), ROWS):
+            names += _paths(row)
     return list(dict.fromkeys(names))
 
 
 def _paths(value: Any, prefix: str = "") -> list[str]:
+    """Returns the paths of the fields of an object, also of those inside others."""
     if isinstance(value, list):
         return _paths(value[0], prefix) if value else []
     if not isinstance(value, dict):
@@ -239,12 +236,6 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
                 yield number, bad(file, number, "records_not_a_row", "\t".join(cells))
 
 
-def _csv_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    text = head.decode("utf-8-sig", "replace")
-    separator = separator_of(text.partition("\n")[0])
-    return next(csv.reader(io.StringIO(text), delimiter=separator), [])
-
-
 # Parquet and Arrow.
 
 
@@ -267,9 +258,8 @@ def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int
             first += group.num_rows
 
 
-def _parquet_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    stream.seek(0)
-    with suppress(OSError, pa.ArrowException):
+def _parquet_fields(file: SourceFile) -> list[str]:
+    with suppress(OSError, pa.ArrowException), open_bytes(file) as stream:
         return schema_paths(pq.read_schema(stream))
     return []
 
@@ -302,9 +292,10 @@ def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
 _ARRAY = r'\[\s*\{\s*"[^"\n]*"\s*:'
 _OBJECT = r'\{[ \t]*"[^"\n]*"[ \t]*:'
 base.register(
-    Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True, fields=_json_fields),
-    Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=_json_fields),
-    Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=_csv_fields),
+    Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True,
+           fields=partial(_first_fields, _json_rows)),
+    Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=partial(_first_fields, _array_rows)),
+    Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=partial(_first_fields, _csv_rows)),
     Format("parquet", partial(_table, _parquet_rows), (".parquet",), magic=rb"PAR1", can_cut=True,
            fields=_parquet_fields),
     Format("arrow", partial(_table, _arrow_rows), (".arrow",), magic=rb"ARROW1|\xff\xff\xff\xff", can_cut=True),

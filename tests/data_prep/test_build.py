@@ -421,16 +421,6 @@ def test_kills_of_workers_and_of_the_command(command: Any, tmp_path: Path) -> No
     same_files(tmp_path / "whole", out)
 
 
-@pytest.mark.slow
-def test_a_worker_may_die_while_it_starts(command: Any, tmp_path: Path) -> None:
-    words = command(tmp_path / "out", large_input(tmp_path / "in", 8))
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    until(lambda: workers_of(process.pid))
-    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == 0
-
-
 @pytest.mark.parametrize("name", ["", ".tokenizer-0123456789ab.json.x.tmp"])
 def test_continues_after_an_early_kill(name: str, corpus_of: Make, tmp_path: Path) -> None:
     """A run may be killed while it writes its first file, or while work/ is removed."""
@@ -741,6 +731,14 @@ def test_a_truncated_file_is_a_warning_though_nothing_remains_to_estimate_from(
     assert warning.startswith("1 file is damaged") and "what it lost is unknown" in warning
 
 
+def test_a_sentence_has_at_most_8191_tokens(corpus_of: Make) -> None:
+    """An eighth of what a row takes. Each hyphen and letter is a token."""
+    longest, longer = f"A{'-a' * 4094}-.", f"A{'-a' * 4095}."
+    corpus = corpus_of(f"{story(9)}\n\n{longest}\n\n{longer}")
+    assert corpus.manifest["dropped"] == {"sentences_of_too_many_tokens": 1}
+    assert np.diff(corpus.row(0).offsets).max() == 8191
+
+
 def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "write_shard", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
@@ -781,7 +779,7 @@ def test_finished_foreign_and_older_folders(tiny_tokenizer: Path, tmp_path: Path
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(UserError, match="thesis.tex"):
         prepared(tiny_tokenizer, tmp_path / "other", tmp_path / "in.txt")
-    with pytest.raises(UserError, match="all of the input lies in it"):
+    with pytest.raises(UserError, match="holds something else"):
         prepared(tiny_tokenizer, tmp_path, tmp_path / "in.txt")
     with locked(tmp_path / "new"), pytest.raises(UserError, match="in use by"):
         prepared(tiny_tokenizer, tmp_path / "new", tmp_path / "in.txt")

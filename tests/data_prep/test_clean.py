@@ -84,6 +84,25 @@ def test_a_page_without_full_stops_has_no_headings() -> None:
     assert cleaned("\n".join(names))[0] == [], "a list of names is no speech"
 
 
+def test_more_than_half_of_the_lines_make_a_text_without_stops() -> None:
+    speech = ["so we went to the shop", "and there was nobody there", "which was odd I thought"]
+    for stops, kept in ((2, 5), (3, 3)):
+        lines = [*speech, *["It was so, as we all know."] * stops]
+        assert len(cleaned("\n\n".join(lines))[0]) == kept
+
+
+def test_a_quarter_of_the_line_breaks_decides_on_the_width() -> None:
+    short = "cat " * 14 + "cats"  # the only line up to 160 columns
+    long = "the cat sat. " * 14
+    for number, expected in ((4, 1), (5, 6)):
+        assert len(paragraphs("\n".join([short, *[long.strip()] * number]), "plain")) == expected
+
+
+def test_a_sentence_has_at_most_ten_thousand_characters() -> None:
+    for length, kept in ((10_000, 2), (10_001, 1)):
+        assert len(cleaned(f"It is so. A{'a' * (length - 2)}.")[0]) == kept
+
+
 def test_speech_in_one_line_is_cut_and_counted() -> None:
     speech = "and then we went to the shop and there " * 400
     kept, ledger = cleaned(speech)

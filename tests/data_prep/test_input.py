@@ -2,10 +2,10 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
-import random
 import socket
 import sys
 from pathlib import Path
@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import datasets
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from data_prep.clean import clean
 from data_prep.formats import FORMATS, base
 from data_prep.formats.base import BadRecord, Skipped, SourceFile
 from data_prep.formats.recognise import HEAD_BYTES
-from data_prep.formats.text import FEWEST_ROWS, MOST_ROWS
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
 from data_prep.read import read_documents
 from data_prep.settings import RULES, BuildOptions
@@ -115,8 +114,6 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "lines.json": ('{"text": "a cat",\n "id": 1}\n{"text": "a dog",\n "id": 2}\n', "json", [], 2),
     "an array": ('[{"text": "a cat"}]', "json", [], 1),
     "many.json": (json.dumps([{"n": {"id": 1}, "text": "a cat"}] * 4000), "json", [], 4000),
-    "book.ipynb": ('{\n "cells": [{"cell_type": "markdown", "source": ["A cat.\\n"]}, {"cell_type": "code"}]}',
-     "ipynb", [], 1),
     "film.srt": ("1\n00:01 --> 00:02\n<i>The cat\nran.</i>\n", "srt", [], 1),
     "thesis.tex": ("\\begin{document}", "not_prose", [], 0),
     "app.log": ("INFO started", "not_prose", [], 0),
@@ -248,25 +245,6 @@ def test_names_of_sources(tmp_path: Path) -> None:
     assert documents[2].title == "Dr. No"
 
 
-def test_urls_are_read_like_files() -> None:
-    memory = fsspec.filesystem("memory")
-    try:
-        memory.pipe("/corpus/a.txt", b"The cat sat.")
-        memory.pipe("/corpus/deep/b.jsonl.gz", gzip.compress(LINE.encode() * 3))
-        memory.pipe("/corpus/.hidden", b"x")
-        files, skipped = listed("memory://corpus")
-        formats = {file.name: file.format for file in files}
-        assert formats == {"a.txt": "text", "deep/b.jsonl.gz": "jsonl"}
-        assert [entry.reason for entry in skipped] == ["hidden"]
-        assert len(read_all("memory://corpus")) == 4
-        memory.pipe("/corpus/a.txt", b"The dog sat.")
-        assert listed("memory://corpus")[0][0].version != files[0].version
-        with pytest.raises(UserError, match="no such file"):
-            listed("memory://nothing")
-    finally:
-        memory.rm("/corpus", recursive=True)
-
-
 # Units.
 
 
@@ -365,22 +343,36 @@ def test_one_text_has_one_format_in_every_container(tmp_path: Path) -> None:
     assert read_all(bare)[0].layout == "plain"
 
 
+def row_with(remainder: int, count: int = 1) -> list[str]:
+    """Rows whose hash has a remainder modulo 1024."""
+    rows = (f"{number} the cat sat ." for number in itertools.count())
+    found = (r for r in rows if xxhash.xxh3_64_intdigest(r.encode()) % 1024 == remainder)
+    return list(itertools.islice(found, count))
+
+
 def test_rows_that_are_sentences_begin_documents_by_their_text(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    book = [f"{rng.random()} the cat sat ." for _ in range(7000)]
-    sizes = [rng.randrange(300, 3000) for _ in range(4)]
-    a, b, c, d = ([f"{rng.random()} it ran ." for _ in range(size)] for size in sizes)
-    rows = [*a, *book, *b, *c, *book, *d]
-    (tmp_path / "rows.txt").write_text("\n".join(rows))
-    texts = [d.text for d in read_all(tmp_path / "rows.txt", documents="sentences")]
-    counts = [len(text.split("\n")) for text in texts]
-    assert "\n".join(texts).split("\n") == rows, "nothing is cut out of the stream"
-    assert all(FEWEST_ROWS <= count <= MOST_ROWS for count in counts[:-1])
-    copies = [count for i, count in enumerate(counts) if texts[i] in texts[:i]]
-    assert sum(copies) > 7000 - 3 * MOST_ROWS, "the second copy is found but for its edges"
+    """A row whose hash is 0 modulo 512 begins a document, if the last one has 256 rows; 1,024 rows are one, too."""
+    (plain, other), (begins,) = row_with(256, 2), row_with(512)
+    for sizes, expected in (
+        ((255, 255, 9), [511, 10]),  # after 255 rows none begins
+        ((256, 255, 1025), [256, 256, 1024, 2]),
+    ):
+        blocks = [[other, *[plain] * (size - 1)] for size in sizes]
+        rows = blocks[0] + [row for block in blocks[1:] for row in (begins, *block)]
+        (tmp_path / "rows.txt").write_text("\n".join(rows))
+        texts = [d.text for d in read_all(tmp_path / "rows.txt", documents="sentences")]
+        assert "\n".join(texts).split("\n") == rows, "nothing is cut out of the stream"
+        assert [len(text.split("\n")) for text in texts] == expected
     (tmp_path / "short.txt").write_text("one .\ntwo .\n\nthree .")
     short = read_all(tmp_path / "short.txt", documents="sentences")
     assert [d.text for d in short] == ["one .\ntwo .", "three ."]
+
+
+def test_a_document_is_named_by_the_byte_at_which_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("\nBär one.\ntwo\n\n \nthree\r\nfour\n\nfive")
+    documents = read_all(tmp_path / "in.txt", documents="blank_line")
+    assert [d.id for d in documents] == [f"in.txt#{offset}" for offset in (1, 18, 31)]
+    assert [d.text for d in documents] == ["Bär one.\ntwo", "three\nfour", "five"]
 
 
 def test_mediawiki_pages(tmp_path: Path) -> None:

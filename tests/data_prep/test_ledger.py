@@ -59,11 +59,6 @@ def table(texts: Texts) -> bytes:
     return ("text,n\n" + "".join(f"{cell},1\n" for cell in cells)).encode()
 
 
-def cells(texts: Texts) -> bytes:
-    book = [{"cell_type": "markdown", "source": text.splitlines(True)} for text in texts]
-    return json.dumps({"cells": book, "nbformat": 4}).encode()
-
-
 def extract(texts: Texts) -> bytes:
     return "".join(f'<doc id="{i}" title="T">\n{t}\n</doc>\n' for i, t in enumerate(texts)).encode()
 
@@ -154,7 +149,6 @@ MAKERS: dict[str, Make] = {
     "a.csv": table,
     "a.parquet": parquet,
     "a.arrow": arrow,
-    "a.ipynb": cells,
     "wiki_00": extract,
     "a.xml": dump,
     "a.docx": word,

@@ -104,6 +104,20 @@ def test_short_and_empty_documents_have_keys() -> None:
     assert short[0] == short[1] and len({key for keys in short for key in keys}) == 3 * 14
 
 
+@pytest.mark.parametrize("shared", [3, 4])
+def test_shingles_are_five_tokens(shared: int) -> None:
+    """Two paragraphs change places between equal words: shingles of more than one token more than these differ."""
+    rng = np.random.default_rng(0)
+    one, two, three, four = rng.integers(30_000, size=(4, 20))
+    words = np.arange(40_000, 40_000 + shared)
+    texts = (
+        [one, words, two, words, three, words, four],
+        [one, words, three, words, two, words, four],
+    )
+    keys = [overlap.band_keys(np.concatenate(parts)) for parts in texts]
+    assert (keys[0] == keys[1]) == (shared == 4) and len(keys[0]) == 14
+
+
 ROWS = {  # name of a file: its content; each has a text of 13 words and more, one of 9 words and a short one
     "rows.csv": 'text,label\n"{long}",animals\n"{nine}",x\n{short},y\n',
     "rows.tsv": "text\tlabel\n{long}\tanimals\n{nine}\tx\n{short}\ty\n",
