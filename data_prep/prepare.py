@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from dask.system import CPU_COUNT  # of a container, its quota
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -90,7 +91,7 @@ def prepare(
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            workers = min(options.workers or _count_cores(), len(job.units))
+            workers = min(options.workers or CPU_COUNT, len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
                     changed = _build(job, options, work, shard_tokens, pool)
@@ -119,13 +120,6 @@ def prepare(
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {tqdm.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
-
-
-def _count_cores() -> int:
-    """Returns the number of cores that this process may use, the CPU quota of a container included."""
-    from dask.system import cpu_count
-
-    return cpu_count()
 
 
 def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool: Pool) -> str:
@@ -157,18 +151,14 @@ def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool:
 def _describe_job(options: BuildOptions, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
     files, skipped = list_inputs(options)
-    validation, more = list_inputs(options, "validation_input")
+    validation, others = list_inputs(options, "validation_input")
     held_out = {file.source for file in validation}
     if both := held_out & {file.source for file in files}:
         raise UserError(
             f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
         )
     # First, so that copies of held-out documents are dropped from the training text.
-    files, skipped = [*validation, *files], [*more, *skipped]
-    for entry in skipped[:20]:
-        print_line(f"skipped: {entry}")
-    if len(skipped) > 20:
-        print_line(f"skipped: {len(skipped) - 20:,} more; {DROPPED} lists all")
+    files, skipped = [*validation, *files], [*others, *skipped]
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
@@ -180,9 +170,11 @@ def _describe_job(options: BuildOptions, small_unit: int) -> Job:
             "and are not sought"
         )
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
-    packages = {name: metadata.version(name) for name in PACKAGES}
-    if options.near_duplicates != "keep":
-        packages[MINHASH] = _version_of_minhash()
+    names = [*PACKAGES, *([MINHASH] if options.near_duplicates != "keep" else [])]
+    try:
+        packages = {name: metadata.version(name) for name in names}
+    except metadata.PackageNotFoundError as error:
+        raise UserError(f"a package is missing: pip install {error.name}.") from None
     for name in ARRAYS:  # whose patch releases change no byte
         packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
@@ -197,16 +189,10 @@ def _describe_job(options: BuildOptions, small_unit: int) -> Job:
     formats = Counter(file.format for file in files).most_common()
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
-    print_line(f"input: {shape} in {count(len(units), 'unit')}")
+    more = f"; {count(len(skipped), 'path')} skipped" if skipped else ""
+    print_line(f"input: {shape} in {count(len(units), 'unit')}{more}")
     made_from = identity | {"input": described}
     return Job(units, skipped, tokenizer_files, evaluation, made_from)
-
-
-def _version_of_minhash() -> str:
-    try:
-        return metadata.version(MINHASH)
-    except metadata.PackageNotFoundError:
-        raise UserError(f"--near_duplicates: needs {MINHASH}; pip install {MINHASH}.") from None
 
 
 def group_units(

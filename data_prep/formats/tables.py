@@ -37,40 +37,37 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Rec
             yield row
             continue
         record = row if isinstance(row, dict) else {}
+        name = number if record.get("id") is None else record["id"]
         texts, out = list[str](), list[Left]()
         for field in settings.text_field:
             value = value_at(record, field)
             text = text_of(value)
             if text is not None:
-                texts.append(text)
+                texts.append(base.valid(text))
             elif value is not None:
                 kind = "an object" if isinstance(value, dict) else type(value).__name__
                 kind = "a list of objects or numbers" if isinstance(value, list) else kind
                 out.append(Left("fields_not_text", f"{field!r} is {kind}", size(strings_of(value))))
-        name = number if record.get("id") is None else record["id"]
-        if not texts and not out:
+        if texts or out:
+            yield _row(file, name, record, texts, out, settings)
+        else:
             has_field = any(field.partition(".")[0] in record for field in settings.text_field)
             lost = 0 if has_field else size(strings_of(row))
             yield bad(file, name, "records_without_text", strings_of(row), lost)
-            continue
-        title, layout = str(record.get("title") or ""), file.layout
-        if layout == "plain" and _WIKIPEDIA.match(str(record.get("url"))):
-            layout = "wikipedia"
-        yield _row(file, name, title, texts, out, layout, settings)
 
 
 def _row(
     file: SourceFile,
     name: object,
-    title: str,
+    record: dict[str, Any],
     texts: list[str],
     out: list[Left],
-    layout: base.Layout,
     settings: BuildOptions,
 ) -> Record:
-    """Returns the document of a row; `out` is what its fields have lost already."""
-    texts = list(map(base.valid, texts))
-    titles = 0
+    """Returns the document of a row with the `texts` of its fields; `out` is what they have lost already."""
+    title, layout, titles = str(record.get("title") or ""), file.layout, 0
+    if layout == "plain" and _WIKIPEDIA.match(str(record.get("url"))):
+        layout = "wikipedia"
     if layout in ("plain", "markdown", "lines") and "html" in settings.rules:
         for i, text in enumerate(texts):
             texts[i] = without_tags(text)
@@ -82,8 +79,8 @@ def _row(
     elif layout == "wikipedia" and texts:
         texts[0], repeated = without_title(texts[0], title)
         out += repeated
-    more: dict[str, Any] = {"layout": layout, "titles": titles, "left": tuple(out)}
-    return document(file, name, title, "\n\n".join(texts), **more)
+    text = "\n\n".join(texts)
+    return document(file, name, title, text, layout=layout, titles=titles, left=tuple(out))
 
 
 def value_at(record: Any, path: str) -> Any:

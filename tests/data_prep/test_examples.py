@@ -99,31 +99,6 @@ def test_half_of_the_parts_are_swapped_independently(epoch: Epoch) -> None:
     assert np.mean(cuts) == pytest.approx(0.5, abs=0.02)
 
 
-def test_cuts_favour_long_shorter_segments(stream: ExampleStream, epoch: Epoch) -> None:
-    shorter, expected, uniform, variance = [], [], [], []
-    rarest, expected_rarest = 0, 0.0
-    for example in epoch:
-        offsets = stream.corpus.row(example.row).offsets
-        for part in example.parts:
-            boundaries = offsets[part.first : part.end + 1].astype(float)
-            inner = boundaries[1:-1]
-            candidates = np.minimum(inner - boundaries[0], boundaries[-1] - inner)
-            if len(candidates) < 2:
-                continue
-            probabilities = candidates**2 / (candidates**2).sum()
-            cut = part.cut - part.first - 1
-            shorter.append(candidates[cut])
-            expected.append(probabilities @ candidates)
-            uniform.append(candidates.mean())
-            variance.append(probabilities @ candidates**2 - expected[-1] ** 2)
-            rarest += cut == candidates.argmin()
-            expected_rarest += probabilities.min()
-    error = np.sqrt(np.sum(variance)) / len(shorter)
-    assert len(shorter) > 1000 and abs(np.mean(shorter) - np.mean(expected)) < 3 * error
-    assert np.mean(shorter) - np.mean(uniform) > 20 * error, "a uniform cut must be told apart"
-    assert rarest == pytest.approx(expected_rarest, abs=4 * expected_rarest**0.5) and rarest > 0
-
-
 def assert_plain_tfidf(stream: ExampleStream, example: TrainingExample) -> None:
     """Compares the TF-IDF targets of an example with the definition, one sentence after the other."""
     corpus, text = stream.corpus, stream.corpus.row(example.row)

@@ -294,12 +294,13 @@ def test_a_mistyped_path_is_not_sought_on_the_hub(
     (tmp_path / "books" / "novels").mkdir()
     (tmp_path / "books" / "poems.txt").write_text("It ran.")
     monkeypatch.chdir(tmp_path)
-    for name, hint in (
-        ("books/novel", "'novels'"),
-        ("books/poem.txt", "'poems.txt'"),
-        ("a/b/c", ""),
-        ("x/y.jsonl", ""),
-    ):
+    hints = {
+        "books/novel": "'novels'",
+        "books/poem.txt": "'poems.txt'",
+        "a/b/c": "",
+        "x/y.jsonl": "",
+    }
+    for name, hint in hints.items():
         options = BuildOptions(input=[name], tokenizer="sample", output="")
         with pytest.raises(UserError, match=f"no such f.*{hint}"):
             list_inputs(options)

@@ -172,12 +172,5 @@ def test_other_rows_are_another_corpus(tiny_tokenizer: Path, tmp_path: Path) -> 
         prepare("c.csv")
     with pytest.raises(UserError, match=r"nowhere.csv"):
         prepare("nowhere.csv")
-    assert overlap._words("Don't 我们。 STRASSE, x_1") == [
-        "don",
-        "t",
-        "我",
-        "们",
-        "strasse",
-        "x",
-        "1",
-    ]
+    words = "don|t|我|们|strasse|x|1"
+    assert overlap._words("Don't 我们。 STRASSE, x_1") == words.split("|")
