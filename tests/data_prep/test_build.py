@@ -53,13 +53,6 @@ def test_plain_text_and_compression(tiny_tokenizer: Path, tmp_path: Path) -> Non
     corpus.verify()
 
 
-def test_blank_lines_between_documents(corpus_of: Make) -> None:
-    text = f"{story(6)}\n\n\n{story(5, 5)}\n \n{story(9, 3)}\n"
-    corpus = corpus_of(text, documents="blank_line")
-    assert [len(text_of(corpus, i)) for i in range(corpus.num_documents)] == [6, 9]
-    assert corpus.manifest["dropped"] == {"documents_too_short": 1}
-
-
 def test_large_vocabularies_get_wide_tokens(tmp_path: Path, tiny_tokenizer: Path) -> None:
     content = json.loads((tiny_tokenizer / "tokenizer.json").read_text())
     first = len(content["model"]["vocab"])
@@ -449,21 +442,34 @@ def test_a_unit_that_kills_three_workers_is_named(command: Any, tmp_path: Path) 
     assert re.search(unit, last), "the unit has the file, and maybe the one before it"
 
 
-@pytest.mark.slow
-def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_path: Path) -> None:
-    words = command(tmp_path / "out", large_input(tmp_path / "in"))
-    file = tmp_path / "scheduler.json"
-    dask: Any = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    flags = ["--scheduler-file", str(file), "--no-dashboard"]
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A scheduler of Dask, with its file scheduler.json, and two workers of two threads, outside the repository."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options: Any = {"cwd": tmp_path, "env": environment}
+    options |= dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    code = [sys.executable, "-c", "import data_prep"]
+    assert subprocess.run(code, **options).returncode == 1
+    flags = ["--scheduler-file", "scheduler.json", "--no-dashboard"]
     scheduler = [program("dask"), "scheduler", *flags, "--port", "0", "--host", "127.0.0.1"]
-    worker = [program("dask"), "worker", *flags, "--nthreads", "1", "--no-nanny"]
-    with subprocess.Popen(scheduler, **dask) as lost:
-        until(file.exists)
-        with subprocess.Popen([*worker, "--death-timeout", "5"], **dask) as left:
-            process = start([*words, "--scheduler", str(file)], tmp_path / "out")
-            lost.kill()
-            _, errors = process.communicate()
-            left.kill()
+    worker = [program("dask"), "worker", *flags, "--nthreads", "2", "--no-nanny"]
+    started = [subprocess.Popen(scheduler, **options)]
+    until((tmp_path / "scheduler.json").exists)
+    started += [subprocess.Popen([*worker, "--death-timeout", "5"], **options) for _ in range(2)]
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_lost_scheduler_ends_the_command_and_loses_nothing(
+    command: Any, tmp_path: Path, cluster: list[subprocess.Popen[bytes]]
+) -> None:
+    words = command(tmp_path / "out", large_input(tmp_path / "in"))
+    process = start([*words, "--scheduler", str(tmp_path / "scheduler.json")], tmp_path / "out")
+    cluster[0].kill()
+    _, errors = process.communicate()
     assert process.returncode == 1 and b"start the command again" in errors, errors
     assert b"Traceback" not in errors
     assert completed(words).returncode == 0
@@ -471,51 +477,28 @@ def test_a_lost_scheduler_ends_the_command_and_loses_nothing(command: Any, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_a_cluster_outside_the_repository_gets_the_code_from_the_command(
     tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    """Its workers have threads; after a run of one version they run another."""
-    folder, file = large_input(tmp_path / "in", 6), tmp_path / "scheduler.json"
-    other = tmp_path / "other"
+    """After a run of one version its workers run another."""
+    folder, other = large_input(tmp_path / "in", 6), tmp_path / "other"
     for name in ("data_prep", "multicls"):
         shutil.copytree(REPOSITORY / name, other / name)
     text = (other / "data_prep" / "merge.py").read_text()
     (other / "data_prep" / "merge.py").write_text(text.replace("PASSAGE = 1000", "PASSAGE = 300"))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    dask: Any = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
-    dask["stderr"] = subprocess.DEVNULL
-    code = [sys.executable, "-c", "import data_prep"]
-    assert subprocess.run(code, **dask).returncode == 1
-    flags = ["--scheduler-file", str(file), "--no-dashboard"]
-    address = ["--port", "0", "--host", "127.0.0.1"]
-    started = [subprocess.Popen([program("dask"), "scheduler", *flags, *address], **dask)]
-    try:
-        until(file.exists)
-        worker = [program("dask"), "worker", *flags, "--nthreads", "2", "--no-nanny"]
-        started += [subprocess.Popen(worker, **dask) for _ in range(2)]
-        for version in (REPOSITORY, other, REPOSITORY):
-            outputs = [tmp_path / name for name in ("one", "cluster")]
-            for output, where in zip(
-                outputs, (["--workers=1"], ["--scheduler", str(file)]), strict=True
-            ):
-                words = [
-                    sys.executable,
-                    str(version / "data_prep" / "run.py"),
-                    "--input",
-                    str(folder),
-                ]
-                words += ["--tokenizer", str(tiny_tokenizer), "--output", str(output), *where]
-                done = completed(words)
-                assert done.returncode == 0, done.stderr
-            same_files(*outputs)
-            passages = Corpus(outputs[1]).num_passages
-            assert (passages > Corpus(outputs[1]).manifest["tokens"] / 400) == (version == other)
-            for output in outputs:
-                shutil.rmtree(output)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    places = {"one": ["--workers=1"], "cluster": ["--scheduler", str(tmp_path / "scheduler.json")]}
+    for version in (REPOSITORY, other, REPOSITORY):
+        for name, where in places.items():
+            words = [sys.executable, str(version / "data_prep" / "run.py"), "--input", str(folder)]
+            words += ["--tokenizer", str(tiny_tokenizer), "--output", str(tmp_path / name), *where]
+            done = completed(words)
+            assert done.returncode == 0, done.stderr
+        same_files(tmp_path / "one", tmp_path / "cluster")
+        corpus = Corpus(tmp_path / "cluster")
+        assert (corpus.num_passages > corpus.manifest["tokens"] / 400) == (version == other)
+        for name in places:
+            shutil.rmtree(tmp_path / name)
 
 
 # A trial, dropped text, a validation set of one's own.
@@ -568,19 +551,13 @@ def test_a_validation_set_of_ones_own(tiny_tokenizer: Path, tmp_path: Path) -> N
     inputs = [tiny_tokenizer, tmp_path / "out", tmp_path / "train.jsonl"]
     held = str(tmp_path / "held.jsonl")
     corpus = prepared(*inputs, validation_input=[held])
-    rows = {
-        source: {i for i in range(8) if corpus.row(i).source == source}
-        for source in ("train", "held")
-    }
-    assert list(map(len, rows.values())) == [5, 3] and corpus.num_documents == 8
+    assert corpus.num_documents == corpus.num_rows == 8
     options: dict[str, Any] = {"seq_length": 48, "seed": 0, "validation_fraction": 0.5}
     for split, source in (("train", "train"), ("validation", "held")):
         stream = ExampleStream(corpus, SPECIAL_IDS, **options | {"split": split})
         shown = {example.row for example in stream.examples(0, range(stream.examples_per_epoch))}
-        assert shown == rows[source] and stream.num_documents == len(shown)
-    prepared(*inputs, validation_input=[held])  # already finished
-    with pytest.raises(UserError, match=r"\(input\)"):
-        prepared(*inputs[:2], tmp_path / "train.jsonl", held)
+        assert shown == {i for i in range(8) if corpus.row(i).source == source}
+        assert stream.num_documents == len(shown) == {"train": 5, "held": 3}[source]
     with pytest.raises(UserError, match="train is also a source of --input"):
         prepared(*inputs, validation_input=[f"train={held}"])
     with pytest.raises(UserError, match="--validation_input nowhere: no such file"):

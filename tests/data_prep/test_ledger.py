@@ -249,16 +249,6 @@ def test_skipped_bytes_count_as_given(tiny_tokenizer: Path, tmp_path: Path) -> N
     assert report["skipped"].startswith("2 files")
 
 
-def test_duplicates_leave_what_was_kept(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    texts = [story(40), story(30, 3), story(40)]
-    (tmp_path / "in.jsonl").write_bytes(json_lines(texts))
-    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl")
-    ledger = Ledger(json.loads((corpus.path / "dropped.json").read_text()))
-    assert ledger.kept["in"] == size(texts[0]) + size(texts[1])
-    assert ledger.characters["in"]["documents_duplicate"] == size(texts[2])
-    ledger.close("corpus")
-
-
 def test_a_file_that_changes_while_it_is_read_is_read_again(
     tiny_tokenizer: Path,
     tmp_path: Path,

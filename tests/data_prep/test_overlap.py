@@ -118,26 +118,21 @@ def test_shingles_are_five_tokens(shared: int) -> None:
     assert (keys[0] == keys[1]) == (shared == 4) and len(keys[0]) == 14
 
 
-ROWS = {  # name of a file: its content; each has a text of 13 words and more, one of 9 words and a short one
-    "rows.csv": 'text,label\n"{long}",animals\n"{nine}",x\n{short},y\n',
-    "rows.tsv": "text\tlabel\n{long}\tanimals\n{nine}\tx\n{short}\ty\n",
-    "rows.jsonl": '{{"text": "{long}", "label": 1}}\n{{"a": {{}}, "b": "{nine}"}}\n{{"text": "{short}"}}\n',
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
 def test_sentences_with_evaluation_rows_leave(
-    name: str, corpus_of: Callable[..., Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus_of: Callable[..., Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A row has a text of 13 words and more, one of 9 words and one a short one."""
     rng = random.Random(1)
     texts = [sentences(12, rng) for _ in range(5)]
     nine, short = texts[1][3].lower().split()[2:11], texts[2][5][:-1]
     long = f"{texts[0][4]} {texts[0][5]}"  # in the first document, over the end of a sentence
-    rows = ROWS[name].format(long=long, nine=" ".join(nine), short=" ".join(short.split()[:7]))
-    (tmp_path / name).write_text(rows)
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        f'text,label\n"{long}",animals\n{" ".join(nine)},x\n{" ".join(short.split()[:7])},y\n'
+    )
     texts[3][8] = "Then -- " + ", ".join(word.upper() for word in long[:-1].split()[4:17]) + "!"
     texts[4][2] = " ".join(long.split()[:12])  # a word too few
-    corpus = corpus_of([" ".join(text) for text in texts], decontaminate=[str(tmp_path / name)])
+    corpus = corpus_of([" ".join(text) for text in texts], decontaminate=[str(rows)])
     gone = {0: (4, 5), 1: (3,), 3: (8,)}
     for number, text in enumerate(texts):
         kept = [s for i, s in enumerate(text) if i not in gone.get(number, ())]
@@ -156,21 +151,18 @@ def squeeze(sentence: str) -> str:
 
 def test_other_rows_are_another_corpus(tiny_tokenizer: Path, tmp_path: Path) -> None:
     """The rows' content counts, not the name of their file."""
-    text, folder = " ".join(sentences(20, random.Random(2))), tmp_path / "out"
+    text = " ".join(sentences(20, random.Random(2)))
     (tmp_path / "in.txt").write_text(text)
     for name, more in (("a.csv", ""), ("b.csv", ""), ("c.csv", text)):
         row = "The cat sat on one mat and then it ran far."
         (tmp_path / name).write_text(f"text,label\n{row},x\n{more},y\n")
-
-    def prepare(name: str) -> Corpus:
-        rows = [str(tmp_path / name)]
-        return prepared(tiny_tokenizer, folder, tmp_path / "in.txt", decontaminate=rows)
-
-    first = prepare("a.csv").manifest
-    assert prepare("b.csv").manifest == first
+    made = [tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt"]
+    first = prepared(*made, decontaminate=[str(tmp_path / "a.csv")]).manifest
+    assert prepared(*made, decontaminate=[str(tmp_path / "b.csv")]).manifest == first
     with pytest.raises(UserError, match=r"other settings or input \(decontaminate\)"):
-        prepare("c.csv")
-    with pytest.raises(UserError, match=r"nowhere.csv"):
-        prepare("nowhere.csv")
+        prepared(*made, decontaminate=[str(tmp_path / "c.csv")])
+
+
+def test_words_of_any_script() -> None:
     words = "don|t|我|们|strasse|x|1"
     assert overlap._words("Don't 我们。 STRASSE, x_1") == words.split("|")
