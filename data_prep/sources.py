@@ -135,6 +135,7 @@ def _list_data_set(
     hub, preset_config, revision = PRESETS.get(name, (name, None, None))
     if not is_folder and (hub.count("/") != 1 or hub.startswith(".") or ":" in split):
         known = did_you_mean(name, PRESETS) if "/" not in what else ""
+        known = " URLs are not read; copy the files to a disk first." if "://" in what else known
         raise UserError(f"{printable(what)}: no such file or folder.{known}")
     if not is_folder and name not in PRESETS and (missing := _missing(name)):
         raise UserError(f"{printable(what)}: {missing}")

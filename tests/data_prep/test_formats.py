@@ -299,6 +299,7 @@ def test_a_mistyped_path_is_not_sought_on_the_hub(
         "books/poem.txt": "'poems.txt'",
         "a/b/c": "",
         "x/y.jsonl": "",
+        "s3://b/c": "URLs are not read",
     }
     for name, hint in hints.items():
         options = BuildOptions(input=[name], tokenizer="sample", output="")
