@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import overlap
+from data_prep import build, merge, overlap
 from data_prep.ledger import Ledger, last_lines, size
 from multicls.corpus import Corpus
 from multicls.errors import UserError
@@ -89,14 +89,27 @@ def test_three_workers_drop_the_same(copies: Path, tiny_tokenizer: Path, tmp_pat
 @pytest.mark.parametrize("shared", [0.5, 0.75, 0.85])
 def test_the_share_of_documents_that_are_found_is_that_of_the_theory(shared: float) -> None:
     """Documents that share s of their shingles have an equal key with probability 1 - (1 - s^8)^14."""
-    rng, found, number = np.random.default_rng(0), 0, 300
+    rng, found, number = np.random.default_rng(0), 0, 1000
     for _ in range(number):
         tokens = rng.integers(30_000, size=(2, 404))
         same = round(2 * 400 * shared / (1 + shared))  # of the 400 shingles of each
         tokens[1, : same + 4] = tokens[0, : same + 4]
         found += bool(set(overlap.band_keys(tokens[0])) & set(overlap.band_keys(tokens[1])))
     expected = 1 - (1 - shared**8) ** 14
-    assert found / number == pytest.approx(expected, abs=4 * (expected / number) ** 0.5)
+    error = (expected * (1 - expected) / number) ** 0.5
+    assert found / number == pytest.approx(expected, abs=4 * error)
+
+
+def test_a_key_of_any_band_makes_a_near_copy(tmp_path: Path) -> None:
+    """Document 2b + 1 has the key of band b of the document before it; the last one has the hash of the first."""
+    hashes = np.arange(15 * 29, dtype=np.uint64).reshape(15, 29)
+    for band in range(14):
+        hashes[1 + band, 2 * band + 1] = hashes[1 + band, 2 * band]
+    hashes[0, 28] = hashes[0, 0]
+    np.save(tmp_path / build.HASHES_FILE, hashes)
+    for near, kind in (("keep", 0), ("report", merge.SIMILAR), ("drop", merge.NEAR)):
+        (kinds,) = merge.find_all_copies([tmp_path], True, near, None)  # type: ignore[arg-type]
+        assert kinds.tolist() == [0, kind] * 14 + [merge.SAME]
 
 
 def test_short_and_empty_documents_have_keys() -> None:
