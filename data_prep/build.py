@@ -5,8 +5,7 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    hashes.npy        (2, D) uint64: the documents' hashes, ascending, and the index of each one's document
-    bands.npy         (BANDS, 2, D) with `near_duplicates`: the same for the keys of each band of MinHash
+    hashes.npy        (1, D) uint64: the documents' hashes; with `near_duplicates` (1 + BANDS, D), also keys of MinHash
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -34,14 +33,12 @@ from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
 from multicls.files import atomic_write, write_json
 
-HASHES_FILE, BANDS_FILE = "hashes.npy", "bands.npy"
-DROPPED_TEXT, COPIES_TEXT = "dropped.jsonl", "copies.jsonl"  # the latter are found by the merge
+DOCUMENTS_FILE, HASHES_FILE, DROPPED_TEXT = "documents.npy", "hashes.npy", "dropped.jsonl"
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
-_FIELDS = [("hash", "u8"), ("file", "u4"), ("rows", "u4"), ("characters", "u8")]
-DOCUMENT = np.dtype([*_FIELDS, ("members", "u4")])
+DOCUMENT = np.dtype([("file", "u4"), ("rows", "u4"), ("characters", "u8"), ("members", "u4")])
 
 # A panic of a Rust library is a BaseException, too, and must cost its document only.
 FATAL = (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit)
@@ -283,33 +280,18 @@ def _write(
     folder: Path, documents: Iterable[Document], shard_tokens: int, with_bands: bool
 ) -> None:
     """Writes the rows of a unit; keeps at most `shard_tokens` tokens and one document in memory."""
-    table, bands = list[tuple[int, ...]](), list[list[int]]()
+    table, hashes = list[tuple[int, ...]](), list[list[int]]()
     batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
     for number, batch in enumerate(batches):
         rows = [list(rows_of(document)) for document in batch]
         write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))
-        table += [
-            (document.hash, number, len(parts), document.characters, document.members)
-            for document, parts in zip(batch, rows, strict=True)
-        ]
-        bands += [band_keys(document.tokens) for document in batch if with_bands]
-    documents_table = np.array(table, DOCUMENT)
-    np.save(folder / "documents.npy", documents_table)
-    write_hashes(folder, documents_table["hash"])
-    if with_bands:
-        keys = np.array(bands, np.uint64).reshape(-1, BANDS)
-        np.save(folder / BANDS_FILE, np.array(list(map(_ascending, keys.T))))
-
-
-def write_hashes(folder: Path, hashes: np.ndarray) -> None:
-    """Writes the hashes of a unit's documents, (D,) uint64, in ascending order, each with its document's index."""
-    np.save(folder / HASHES_FILE, _ascending(hashes))
-
-
-def _ascending(hashes: np.ndarray) -> np.ndarray:
-    """Returns the hashes in ascending order, and the index of each, (2, D)."""
-    order = np.argsort(hashes, kind="stable")
-    return np.stack([hashes[order], order.astype(np.uint64)])
+        for document, parts in zip(batch, rows, strict=True):
+            table.append((number, len(parts), document.characters, document.members))
+            bands = band_keys(document.tokens) if with_bands else []
+            hashes.append([document.hash, *bands])
+    np.save(folder / DOCUMENTS_FILE, np.array(table, DOCUMENT))
+    columns = np.array(hashes, np.uint64).reshape(len(hashes), 1 + BANDS * with_bands)
+    np.save(folder / HASHES_FILE, np.ascontiguousarray(columns.T))
 
 
 def rows_of(document: Document) -> Iterator[ShardRow]:

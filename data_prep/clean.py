@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +55,10 @@ def clean(raw: RawDocument, rules: frozenset[str], language: str) -> tuple[list[
         texts = [sentence for text in texts for sentence in split_paragraph(text, language)]
         if max(map(len, texts), default=0) > LONG_WIDE:
             texts = [piece for text in texts for piece in _cut(text, out)]
-    for rule, (reason, find_bad) in SENTENCE_RULES.items():
-        if rule in rules and (bad := find_bad(texts)):
-            out += [left(reason, sentence) for sentence in bad]
-            dropped_texts = set(bad)
-            texts = [sentence for sentence in texts if sentence not in dropped_texts]
+    for rule, (reason, is_bad) in SENTENCE_RULES.items():
+        if rule in rules and any(bad := list(map(is_bad, texts))):
+            out += [left(reason, sentence) for sentence in compress(texts, bad)]
+            texts = [sentence for sentence, goes in zip(texts, bad, strict=True) if not goes]
     return texts, out
 
 
@@ -505,27 +504,14 @@ LINE_RULES = {
 }
 
 
-def _without_letter(sentences: list[str]) -> list[str]:
-    return [s for s in sentences if not s[0].isalpha() and not any(map(str.isalpha, s))]
-
-
-def _too_long(sentences: list[str]) -> list[str]:
-    return [s for s in sentences if len(s) > LONGEST_SENTENCE]
-
-
-def _not_utf8(sentences: list[str]) -> list[str]:
-    return [s for s in sentences if BAD_CHARACTER in s]
-
-
-def _with_hole(sentences: list[str]) -> list[str]:
-    """Returns the sentences that miss something; WikiExtractor writes formula_1 and codice_1."""
-    return [s for s in sentences if HOLE in s or "formula_" in s or "codice_" in s]
-
-
-# Rules for sentences: function(sentences) -> those to drop.
-SENTENCE_RULES: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
-    "sentences_without_letter": ("sentences_without_letter", _without_letter),
-    "long_sentences": ("sentences_too_long", _too_long),
-    "replacement_characters": ("sentences_not_utf8", _not_utf8),
-    "holes": ("sentences_with_holes", _with_hole),
+# Rules for sentences: the reason, and whether one is to be dropped.
+SENTENCE_RULES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "sentences_without_letter": (
+        "sentences_without_letter",
+        lambda s: not any(map(str.isalpha, s)),
+    ),
+    "long_sentences": ("sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
+    "replacement_characters": ("sentences_not_utf8", lambda s: BAD_CHARACTER in s),
+    # WikiExtractor writes formula_1 and codice_1.
+    "holes": ("sentences_with_holes", lambda s: HOLE in s or "formula_" in s or "codice_" in s),
 }

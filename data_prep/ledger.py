@@ -6,7 +6,6 @@ error if that does not hold, so that no step can lose text in silence.
 
 import heapq
 import json
-import re
 from collections import Counter, defaultdict
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -22,20 +21,13 @@ WARNING_SHARE = 0.2  # of the characters or documents of a source
 REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
 HOLE = "\ufdd0"  # marks where something that is no text stood; a noncharacter, so no text has it
 
-_BLANKS = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
-_ASCII = bytes(range(128))
-_WIDE_BLANK = re.compile(  # in UTF-8: the other white space of Unicode, and `HOLE`
-    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80|\xef\xb7\x90"
-)
+_NOT_COUNTED = [*filter(str.isspace, map(chr, range(0x3001))), HOLE]
+_ASCII_BLANKS = [blank for blank in _NOT_COUNTED if blank.isascii()]
 
 
 def size(text: str) -> int:
     """Returns the number of characters of a text without white space and `HOLE`."""
-    data = text.encode("utf-8", "surrogatepass")
-    number = len(text) - len(data) + len(data.translate(None, _BLANKS))
-    if len(data) > len(text):
-        number -= len(_WIDE_BLANK.findall(data.translate(None, _ASCII)))
-    return number
+    return len(text) - sum(map(text.count, _ASCII_BLANKS if text.isascii() else _NOT_COUNTED))
 
 
 class Reason(NamedTuple):
@@ -154,10 +146,6 @@ class Record(Protocol):
         """Name in its source."""
 
 
-class Unbalanced(RuntimeError):
-    """A step has lost or made text without an entry in the ledger."""
-
-
 Sample = tuple[int, str, str, str]  # hash, source, document and text
 
 
@@ -200,11 +188,11 @@ class Ledger:
         self._keep_sample(reason, (key, *sample))
 
     def close(self, name: object) -> None:
-        """Raises `Unbalanced` if a source's text is neither kept nor left out; `name` is that of the unit."""
+        """Raises a RuntimeError if text of a source is neither kept nor left out; `name` is that of the unit."""
         for source, taken in self.text.items():
             out = self.characters[source].total()
             if taken != self.kept[source] + out:
-                raise Unbalanced(
+                raise RuntimeError(
                     f"internal error: {name}: of {taken:,} characters of {source}, {self.kept[source]:,} are kept "
                     f"and {out:,} left out; {taken - self.kept[source] - out:,} are not counted. Please report it."
                 )

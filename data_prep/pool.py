@@ -70,13 +70,10 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
         options = {"scheduler_file" if is_file else "address": scheduler, "timeout": 30}
         if is_file and not os.path.exists(scheduler):  # the client would wait for it
             raise UserError(f"{what}: no such file; start `dask scheduler --scheduler-file FILE`.")
-    for attempt in range(DEATHS):
-        try:
-            client = Client(**options)
-            break
-        except (OSError, RuntimeError, ValueError) as error:  # also where a worker dies at once
-            if scheduler is not None or attempt + 1 == DEATHS:
-                raise UserError(f"{what}: Dask does not answer: {first_line(error)}.") from None
+    try:
+        client = Client(**options)
+    except (OSError, RuntimeError, ValueError) as error:  # also where a worker dies at once
+        raise UserError(f"{what}: Dask does not answer: {first_line(error)}.") from None
     with client:
         if scheduler is not None:
             _upload_code(client)

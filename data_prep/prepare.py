@@ -8,34 +8,33 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from importlib import metadata
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from dask.system import CPU_COUNT  # of a container, its quota
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from data_prep import merge
-from data_prep.build import COPIES_TEXT, DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
+from data_prep.build import DROPPED_TEXT, SHARD_TOKENS, Unit, build_unit
 from data_prep.encode import load_tokenizer_files
 from data_prep.formats import FORMATS
-from data_prep.formats.base import SourceFile
+from data_prep.formats.base import Skipped, SourceFile
 from data_prep.ledger import remedies
 from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
 from data_prep.pool import Pool, open_pool, run_all
 from data_prep.settings import BuildOptions
-from data_prep.sources import Skipped, list_inputs
+from data_prep.sources import list_inputs
 from multicls.console import count, print_line, progress_bar
 from multicls.corpus import FORMAT_VERSION, MANIFEST, Corpus, tokenizer_fingerprint
 from multicls.errors import UserError
@@ -46,7 +45,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 CHANGES = 3  # of the input while it is read, after which a run ends
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 6  # of the files of a unit
+UNITS_VERSION = 7  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
 MINHASH = "datasketch"
@@ -85,30 +84,26 @@ def prepare(
     """
     output = Path(options.output).absolute()
     work, started = output / "work", time.monotonic()
-    job = _describe_job(options, output, small_unit)
+    job = _describe_job(options, small_unit)
     with locked(output):
         if _is_finished(output, job.made_from):
             _remove_work(work)  # if a run was killed right after it wrote the manifest
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            workers = min(options.workers or _count_cores(), len(job.units))
+            workers = min(options.workers or CPU_COUNT, len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
                     changed = _build(job, options, work, shard_tokens, pool)
                     if not changed:
                         break
                     print_line(f"{changed}: changed while it was read; reading it again")
-                    job = _describe_job(options, output, small_unit)
+                    job = _describe_job(options, small_unit)
                 else:
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 folders = [work / unit.key for unit in job.units]
                 is_dropped = "duplicate_documents" in options.rules
                 copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
-                for folder, copied in zip(folders, copies, strict=True):
-                    if merge.is_rewritten(folder, copied):  # if the input has changed since
-                        shutil.rmtree(folder)
-                _build(job, options, work, shard_tokens, pool)
                 tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
                 merged = merge.merge(folders, copies, output, size, shard_bytes, pool)
@@ -125,13 +120,6 @@ def prepare(
                 _remove_work(work)  # nothing to continue from
     print_line(f"done in {tqdm.format_interval(time.monotonic() - started)}: {output}")
     return Corpus(output)
-
-
-def _count_cores() -> int:
-    """Returns the number of cores that this process may use, the CPU quota of a container included."""
-    from dask.system import cpu_count
-
-    return cpu_count()
 
 
 def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool: Pool) -> str:
@@ -160,32 +148,17 @@ def _build(job: Job, options: BuildOptions, work: Path, shard_tokens: int, pool:
     return changed
 
 
-def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
+def _describe_job(options: BuildOptions, small_unit: int) -> Job:
     """Lists the input and groups it into units; writes nothing."""
-    inside = os.path.join(os.path.realpath(output), "")  # the output may lie in the input
     files, skipped = list_inputs(options)
-    held_out: set[str] = set()
-    if options.validation_input:
-        try:
-            own, more = list_inputs(options.model_copy(update={"input": options.validation_input}))
-        except UserError as error:
-            named = (line.replace("--input", "--validation_input", 1) for line in error.problems)
-            raise UserError(*named) from None
-        held_out = {file.source for file in own}
-        if both := held_out & {file.source for file in files}:
-            raise UserError(
-                f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
-            )
-        # First, so that copies of held-out documents are dropped from the training text.
-        files, skipped = [*own, *files], [*more, *skipped]
-    files = [file for file in files if not _real_folder(file.path).startswith(inside)]
-    skipped = [entry for entry in skipped if not _real_folder(entry.path).startswith(inside)]
-    if not files:
-        raise UserError(f"{output}: all of the input lies in it; pass a new or empty --output.")
-    for entry in skipped[:20]:
-        print_line(f"skipped: {entry}")
-    if len(skipped) > 20:
-        print_line(f"skipped: {len(skipped) - 20:,} more; {DROPPED} lists all")
+    validation, others = list_inputs(options, "validation_input")
+    held_out = {file.source for file in validation}
+    if both := held_out & {file.source for file in files}:
+        raise UserError(
+            f"--validation_input: {min(both)} is also a source of --input; name it: NAME=PATH."
+        )
+    # First, so that copies of held-out documents are dropped from the training text.
+    files, skipped = [*validation, *files], [*others, *skipped]
     tokenizer_files = load_tokenizer_files(options.tokenizer)
     settings = options.model_dump(exclude=NOT_IN_KEY)
     settings["tokenizer"] = hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest()
@@ -197,9 +170,11 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
             "and are not sought"
         )
     identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "units": UNITS_VERSION}
-    packages = {name: metadata.version(name) for name in PACKAGES}
-    if options.near_duplicates != "keep":
-        packages[MINHASH] = _version_of_minhash()
+    names = [*PACKAGES, *([MINHASH] if options.near_duplicates != "keep" else [])]
+    try:
+        packages = {name: metadata.version(name) for name in names}
+    except metadata.PackageNotFoundError as error:
+        raise UserError(f"a package is missing: pip install {error.name}.") from None
     for name in ARRAYS:  # whose patch releases change no byte
         packages[name] = ".".join(packages[name].split(".")[:2])
     identity |= {"settings": settings, "packages": packages}
@@ -214,24 +189,10 @@ def _describe_job(options: BuildOptions, output: Path, small_unit: int) -> Job:
     formats = Counter(file.format for file in files).most_common()
     listed = ", ".join(f"{number:,} {name}" for name, number in formats)
     shape = f"{count(len(files), 'file')} ({listed}), {size / 1e6:,.1f} MB"
-    print_line(f"input: {shape} in {count(len(units), 'unit')}")
+    more = f"; {count(len(skipped), 'path')} skipped" if skipped else ""
+    print_line(f"input: {shape} in {count(len(units), 'unit')}{more}")
     made_from = identity | {"input": described}
     return Job(units, skipped, tokenizer_files, evaluation, made_from)
-
-
-def _version_of_minhash() -> str:
-    try:
-        return metadata.version(MINHASH)
-    except metadata.PackageNotFoundError:
-        raise UserError(f"--near_duplicates: needs {MINHASH}; pip install {MINHASH}.") from None
-
-
-def _real_folder(path: str) -> str:
-    """Returns the folder of a file without links, with a slash at its end."""
-    return os.path.join(_resolve(os.path.dirname(path)), "")
-
-
-_resolve = lru_cache(maxsize=256)(os.path.realpath)
 
 
 def group_units(
@@ -244,7 +205,6 @@ def group_units(
     whose name has a small hash, so groups of other input begin at the same files.
     """
     shares = list(chain.from_iterable(_shares(file, large) for file in files))
-    alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
     groups, weight = list[list[SourceFile]](), 0.0
     for file in shares:
@@ -255,9 +215,7 @@ def group_units(
             weight = 0
         groups[-1].append(file)
         weight += added
-    # Files of one name, size and date differ by their paths.
-    named = ([file if alike[file[1:]] > 1 else file[1:] for file in group] for group in groups)
-    texts = (json.dumps([prefix, files]) for files in named)
+    texts = (json.dumps([prefix, group]) for group in groups)
     keys = (hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts)
     return list(map(Unit, keys, groups))
 
@@ -301,7 +259,7 @@ def _is_finished(output: Path, made_from: dict[str, Any]) -> bool:
 def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     """Writes frequencies, samples and tokenizer files and, last, the manifest."""
     skipped = Counter(entry.reason for entry in job.skipped)
-    drops = merged.drops.by_reason()
+    drops = merged.ledger.by_reason()
     if not merged.shards:
         reasons = skipped + Counter(drops)
         listed = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
@@ -319,7 +277,7 @@ def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
             "--without duplicate_documents keep more."
         )
     paths = [entry._asdict() for entry in sorted(job.skipped)]
-    write_json(output / DROPPED, merged.drops.to_json() | {"skipped": paths})
+    write_json(output / DROPPED, merged.ledger.to_json() | {"skipped": paths})
     with atomic_write(output / merge.FREQUENCY, "wb") as file:
         np.save(file, merged.frequency)
     for name, data in job.tokenizer_files.items():
@@ -329,8 +287,8 @@ def _finish(output: Path, job: Job, merged: merge.Merged) -> None:
     if job.made_from["settings"]["keep_dropped"]:
         names.append(DROPPED_TEXT)
         with atomic_write(output / DROPPED_TEXT, "wb") as file:
-            for unit, name in product(job.units, (DROPPED_TEXT, COPIES_TEXT)):
-                with open(output / "work" / unit.key / name, "rb") as part:
+            for path in merged.dropped:
+                with path.open("rb") as part:
                     shutil.copyfileobj(part, file)
     for path in chain(*(output.glob(f".{name}.????????") for name in (*names, MANIFEST))):
         path.unlink()  # of a run that was killed

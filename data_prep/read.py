@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from data_prep.formats import FORMATS
-from data_prep.formats.base import OPENERS, BadRecord, Record, SourceFile, bad, open_raw
+from data_prep.formats.base import OPENERS, BadRecord, Record, SourceFile, bad
 from data_prep.formats.text import join_rows
 from data_prep.ledger import size
 from data_prep.settings import BuildOptions
@@ -36,7 +36,7 @@ def unread(file: SourceFile, seen: int) -> int:
     """Estimates the characters of a damaged file after the `seen` ones: one a byte, or compressed as many as before."""
     if not file.packed or file.stream is not None:
         return max(file.size - seen, 0)
-    with open_raw(file.path) as raw:
+    with open(file.path, "rb") as raw:
         with suppress(Exception), OPENERS[file.packed](raw) as stream:
             while stream.read(1 << 20):
                 pass

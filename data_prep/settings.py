@@ -20,7 +20,7 @@ LANGUAGES = (
     "uk ur zh"
 )
 INPUT_HELP = (
-    "[NAME=]WHAT: files, folders (also compressed, or fsspec URLs), wikipedia[:DATE.LANGUAGE], "
+    "[NAME=]WHAT: files, folders (also compressed), wikipedia[:DATE.LANGUAGE], "
     "bookcorpus, or OWNER/DATASET[:CONFIG[:SPLIT]] of the Hub; NAME names the source"
 )
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import xxhash
 from tokenizers import Tokenizer
 
 from data_prep.examples import ExampleStream, SpecialIds, TrainingExample
 from data_prep.ledger import Ledger, last_lines
 from data_prep.settings import CorpusOptions, ExampleOptions, ShowOptions, StatsOptions
 from multicls.console import count, print_summary
-from multicls.corpus import Corpus, Shard
+from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.files import read_json
 from multicls.tokenization import facet_tokens
@@ -132,33 +133,23 @@ def vocabulary_fit(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[str, str]
 
 def held_out_copies(corpus: Corpus, fraction: float = 0.05) -> str:
     """Returns, in words, the share of long held-out sentences that also stand in training."""
-    limit, training, held_out = corpus.validation_limit(fraction), list[Any](), list[Any]()
-    numbers = sample_shards(corpus)
+    limit, numbers = corpus.validation_limit(fraction), sample_shards(corpus)
+    training, held_out = list[np.ndarray](), list[np.ndarray]()
     for number in numbers:
-        hashes, rows = _long_sentences(corpus.shard(number))
+        shard = corpus.shard(number)
+        starts = shard.sentence_starts
+        long = np.flatnonzero(np.diff(starts) >= LONG_SENTENCE)
+        sentences = (shard.tokens[starts[i] : starts[i + 1]].tobytes() for i in long.tolist())
+        hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, sentences), np.uint64, count=len(long))
+        rows = np.searchsorted(shard.row_starts, long, side="right") - 1
         is_held_out = corpus.held_out(number, limit)[rows]
         held_out.append(hashes[is_held_out])
         training.append(hashes[~is_held_out])
     sought = np.concatenate(held_out)
     share = np.isin(sought, np.concatenate(training)).sum() / max(len(sought), 1)
-    sentences = f"{len(sought):,} held-out sentences of {LONG_SENTENCE} and more tokens"
+    what = f"{len(sought):,} held-out sentences of {LONG_SENTENCE} and more tokens"
     where = f" (in one shard of {numbers.step})" if numbers.step > 1 else ""
-    return f"{share:.1%} of {sentences} also stand in training{where}"
-
-
-def _long_sentences(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a hash and the row of each long sentence of a shard, (S,) each."""
-    lengths = np.diff(shard.sentence_starts).astype(np.int64)
-    is_long = lengths >= LONG_SENTENCE
-    rows = np.repeat(np.arange(len(shard.hashes)), np.diff(shard.row_starts))[is_long]
-    tokens = shard.tokens[np.repeat(is_long, lengths)].astype(np.uint64) + np.uint64(1)
-    lengths = lengths[is_long]
-    if not len(lengths):
-        return np.zeros(0, np.uint64), rows
-    begins = np.cumsum(lengths) - lengths
-    places = np.arange(len(tokens)) - np.repeat(begins, lengths)
-    factors = np.random.default_rng(0).integers(1 << 64, size=lengths.max(), dtype=np.uint64)
-    return np.add.reduceat(tokens * factors[places], begins), rows
+    return f"{share:.1%} of {what} also stand in training{where}"
 
 
 def describe(options: ExampleOptions) -> dict[str, Any]:

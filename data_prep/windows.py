@@ -71,10 +71,8 @@ class WindowIndex:
         self._corpus, self._validation = corpus, validation
         self._limit = corpus.validation_limit(validation_fraction)
         # First rows and numbers of windows of the blocks that have windows of a source.
-        blocks, sizes = (
-            defaultdict[str, list[np.ndarray]](list),
-            defaultdict[str, list[np.ndarray]](list),
-        )
+        blocks = defaultdict[str, list[np.ndarray]](list)
+        sizes = defaultdict[str, list[np.ndarray]](list)
         tokens = Counter[str]()
         self.num_documents = 0
         for number in range(corpus.num_shards):
@@ -150,7 +148,7 @@ def choose_parts(
     `offsets`, (S + 1,), are the token offsets of the row's sentence boundaries; the row has `count`
     windows; a part holds `budget` tokens.
     """
-    boundaries = offsets.astype(np.int64) - int(offsets[0])
+    boundaries = offsets - offsets[0]
     draws = generator(seed, 0, window.row, window.pass_number).random(3)  # equal in all windows
     mirrored = draws[0] < MIRRORED
     read = boundaries[-1] - boundaries[::-1] if mirrored else boundaries

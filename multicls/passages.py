@@ -88,8 +88,12 @@ def read_passages(
     texts: list[str] = []
     documents: list[int] = []
     limit = corpus.validation_limit(fraction)
-    held_out = np.concatenate([corpus.held_out(i, limit) for i in range(corpus.num_shards)])
-    for number in np.flatnonzero(held_out).tolist():
+    held_out = (
+        corpus.first_rows[shard] + row
+        for shard in range(corpus.num_shards)
+        for row in np.flatnonzero(corpus.held_out(shard, limit)).tolist()
+    )
+    for number in held_out:
         row = corpus.row(number)
         passages, begin = [], 0
         for end in row.offsets[1:].tolist():

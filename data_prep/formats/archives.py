@@ -8,9 +8,18 @@ from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
 from data_prep.formats import base
-from data_prep.formats.base import CHUNK, FORMATS, Format, Record, SourceFile, bad, open_bytes
+from data_prep.formats.base import (
+    CHUNK,
+    FORMATS,
+    Format,
+    Record,
+    Skipped,
+    SourceFile,
+    bad,
+    open_bytes,
+)
 from data_prep.formats.recognise import recognise
-from data_prep.ledger import REASONS, skip_text
+from data_prep.ledger import REASONS
 from data_prep.settings import BuildOptions
 
 IN_MEMORY = 1 << 26  # bytes of a member; a larger one goes to the disk
@@ -62,13 +71,13 @@ def _member(
             name=f"{file.name}/{name}", size=length, packed="", format="", stream=stream
         )
         found = recognise(member, settings)
-        reason, detail = ("archive", "") if found.format in NAMES else (found.reason, found.detail)
-        if reason:
-            lost = length if REASONS[reason].is_loss else 0
-            text = f"{name}: {skip_text(reason, detail)}"
-            yield bad(file, name, "records_not_read", text, lost)
+        if isinstance(found, SourceFile) and found.format in NAMES:
+            found = Skipped(name, "archive")
+        if isinstance(found, Skipped):
+            lost = length if REASONS[found.reason].is_loss else 0
+            yield bad(file, name, "records_not_read", str(found._replace(path=name)), lost)
         else:
-            yield from FORMATS[found.format].read(found.file, settings)
+            yield from FORMATS[found.format].read(found, settings)
 
 
 NAMES = ("tar", "zip")

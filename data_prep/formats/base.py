@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import IO, Any, Literal, NamedTuple
 
-import fsspec
 import pyarrow as pa
 
-from data_prep.ledger import Left, size
+from data_prep.ledger import Left, size, skip_text
 from data_prep.settings import BuildOptions
 
 LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line is cut
@@ -66,7 +65,7 @@ class SourceFile(NamedTuple):
     All fields but the path identify it: it may lie elsewhere the next time.
     """
 
-    path: str  # absolute local path or URL
+    path: str  # absolute
     source: str  # name of the input that it belongs to
     name: str  # of the file below its input
     format: str  # name of a `Format`
@@ -84,6 +83,19 @@ class SourceFile(NamedTuple):
         return printable(self.path)
 
 
+class Skipped(NamedTuple):
+    """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
+
+    path: str
+    reason: str
+    bytes: int = 0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {skip_text(self.reason, self.detail)}"
+
+
+Entry = SourceFile | Skipped
 Read = Callable[[SourceFile, BuildOptions], Iterator[Record]]
 
 
@@ -96,7 +108,7 @@ class Format(NamedTuple):
     begins: str = ""  # pattern of the first characters, from the first that is no blank on
     magic: bytes = b""  # pattern of the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
-    fields: Callable[[IO[bytes], bytes], list[str]] | None = None  # of its first records
+    fields: Callable[[SourceFile], list[str]] | None = None  # of its first records
     layout: Layout = "plain"
     needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
 
@@ -192,17 +204,14 @@ def open_bytes(file: SourceFile) -> Iterator[IO[bytes]]:
     """Opens a file, decompressed; text of another encoding comes as UTF-8."""
     if file.stream is not None:
         file.stream.seek(0)
-    raw: Any = open_raw(file.path) if file.stream is None else nullcontext(file.stream)
-    with raw as packed, OPENERS.get(file.packed, nullcontext)(packed) as stream:
+    with (
+        nullcontext(file.stream) if file.stream else open(file.path, "rb", 1 << 18) as raw,
+        OPENERS.get(file.packed, nullcontext)(raw) as stream,
+    ):
         if file.encoding == UTF8:
             yield stream
         else:
             yield io.BufferedReader(_Recoded(stream, file.encoding))
-
-
-def open_raw(path: str) -> Any:
-    """Opens a local path or an fsspec URL, and decompresses nothing."""
-    return fsspec.open(path, "rb") if "://" in path else open(path, "rb", 1 << 18)
 
 
 class _Recoded(io.RawIOBase):

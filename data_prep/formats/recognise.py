@@ -4,10 +4,19 @@ import codecs
 import os
 import re
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep.formats import base
-from data_prep.formats.base import FORMATS, OPENERS, UTF8, Layout, SourceFile, open_bytes
+from data_prep.formats.base import (
+    FORMATS,
+    OPENERS,
+    UTF8,
+    Entry,
+    Layout,
+    Skipped,
+    SourceFile,
+    open_bytes,
+)
 from data_prep.settings import BuildOptions
 from multicls.errors import did_you_mean
 
@@ -28,39 +37,32 @@ _REFUSED_SUFFIXES |= {".xlsx": "office", ".pptx": "office", ".ods": "office", ".
 _OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
 
 
-class Recognised(NamedTuple):
-    """A file with its format, or the reason why it is not read and a detail of it."""
+def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
+    """Returns the file with format, compression, encoding and layout, or why it is skipped.
 
-    file: SourceFile
-    reason: str = ""
-    detail: str = ""
-
-    @property
-    def format(self) -> str:
-        """Name of its format."""
-        return self.file.format
-
-
-def recognise(file: SourceFile, settings: BuildOptions) -> Recognised:
-    """Returns the file with format, compression, encoding and layout; raises what reading its head raises."""
+    Raises what reading its first bytes raises.
+    """
     with open_bytes(file) as raw:
         file = file._replace(packed=base.packing(raw.read(16), file.name))
     with open_bytes(file) as stream:
         head = _head(stream)
-        found = _by_head(file, head, settings)
-        if found.reason:
-            return found
-        chosen = FORMATS[found.format]
-        names = chosen.fields(stream, head) if chosen.fields else []
+    found = _by_head(file, head, settings)
+    if isinstance(found, Skipped):
+        return found
+    chosen = FORMATS[found.format]
+    names = chosen.fields(found) if chosen.fields else []
     if missing := missing_fields(settings, names):
-        return Recognised(file, "missing_field", missing)
+        return _skip(file, "missing_field", missing)
     module, command = chosen.needs
     is_needed = chosen.name != "html" or "main_text" in settings.rules
     if module and is_needed and not _is_installed(module):
-        return Recognised(file, "not_installed", command)
+        return _skip(file, "not_installed", command)
     is_markdown = settings.format == "auto" and suffix_of(file.name) in _MARKDOWN
-    layout = layout_of(settings, "markdown" if is_markdown else chosen.layout)
-    return Recognised(found.file._replace(layout=layout))
+    return found._replace(layout=layout_of(settings, "markdown" if is_markdown else chosen.layout))
+
+
+def _skip(file: SourceFile, reason: str, detail: str = "") -> Skipped:
+    return Skipped(base.printable(file.path), reason, file.size, detail)
 
 
 def _is_installed(module: str) -> bool:
@@ -83,27 +85,27 @@ def _head(stream: Any) -> bytes:
     return head
 
 
-def _by_head(file: SourceFile, head: bytes, settings: BuildOptions) -> Recognised:
+def _by_head(file: SourceFile, head: bytes, settings: BuildOptions) -> Entry:
     """Returns the file with its format and encoding, or the reason why it is not read."""
     suffix, is_free = suffix_of(file.name), settings.format in ("auto", "wikipedia")
     if not head:
-        return Recognised(file, "empty")
+        return _skip(file, "empty")
     refused = next((name for magic, name in _REFUSED.items() if re.match(magic, head)), "")
     if refused and (refused != "utf16" or settings.encoding == UTF8):
-        return Recognised(file, refused)
+        return _skip(file, refused)
     matches = [entry for entry in FORMATS.values() if entry.magic and re.match(entry.magic, head)]
     named = [entry for entry in matches if suffix in entry.suffixes]
     chosen = "" if is_free else settings.format
     if matches and chosen not in ("", *(entry.name for entry in matches)):
-        return Recognised(file, "binary", f"{matches[0].name}; leave out --format {chosen}")
+        return _skip(file, "binary", f"{matches[0].name}; leave out --format {chosen}")
     if suffix in _REFUSED_SUFFIXES and (is_free or matches):
-        return Recognised(file, _REFUSED_SUFFIXES[suffix])
+        return _skip(file, _REFUSED_SUFFIXES[suffix])
     if matches or (chosen and FORMATS[chosen].magic):
-        return Recognised(file._replace(format=chosen or (named or matches)[0].name))
+        return file._replace(format=chosen or (named or matches)[0].name)
     return _text_format(file, head, settings.encoding, chosen)
 
 
-def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> Recognised:
+def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> Entry:
     """Returns a file of text with its format, unless it is `chosen`, and its encoding."""
     text = head.decode("utf-8-sig" if encoding == UTF8 else encoding, "replace").lstrip()
     file_format = chosen or _guess(text, file.name)
@@ -113,17 +115,17 @@ def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> R
         if head.count(0) > MOST_NULS * len(head):
             is_utf16 = min(head[::2].count(0), head[1::2].count(0)) < 0.01 * len(head)
             is_utf16 = is_utf16 and head.count(0) > len(head) / 4
-            return Recognised(file, "utf16" if is_utf16 else "binary")
+            return _skip(file, "utf16" if is_utf16 else "binary")
         try:
             codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
         except UnicodeDecodeError as error:
             if text.count("\ufffd") > MOST_BAD * len(text):  # else single bad bytes
-                return Recognised(file, "not_utf8", f"byte {error.start}")
+                return _skip(file, "not_utf8", f"byte {error.start}")
     if not chosen and _OTHER_XML.match(text) and file_format not in ("html", "mediawiki"):
-        return Recognised(file, "other_xml")
+        return _skip(file, "other_xml")
     if not file_format:
-        return Recognised(file, "not_prose", suffix_of(file.name))
-    return Recognised(file._replace(format=file_format, encoding=encoding))
+        return _skip(file, "not_prose", suffix_of(file.name))
+    return file._replace(format=file_format, encoding=encoding)
 
 
 def _guess(text: str, name: str) -> str:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from itertools import takewhile
-from typing import IO, Any
+from itertools import islice, takewhile
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,40 +37,37 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Rec
             yield row
             continue
         record = row if isinstance(row, dict) else {}
+        name = number if record.get("id") is None else record["id"]
         texts, out = list[str](), list[Left]()
         for field in settings.text_field:
             value = value_at(record, field)
             text = text_of(value)
             if text is not None:
-                texts.append(text)
+                texts.append(base.valid(text))
             elif value is not None:
                 kind = "an object" if isinstance(value, dict) else type(value).__name__
                 kind = "a list of objects or numbers" if isinstance(value, list) else kind
                 out.append(Left("fields_not_text", f"{field!r} is {kind}", size(strings_of(value))))
-        name = number if record.get("id") is None else record["id"]
-        if not texts and not out:
+        if texts or out:
+            yield _row(file, name, record, texts, out, settings)
+        else:
             has_field = any(field.partition(".")[0] in record for field in settings.text_field)
             lost = 0 if has_field else size(strings_of(row))
             yield bad(file, name, "records_without_text", strings_of(row), lost)
-            continue
-        title, layout = str(record.get("title") or ""), file.layout
-        if layout == "plain" and _WIKIPEDIA.match(str(record.get("url"))):
-            layout = "wikipedia"
-        yield _row(file, name, title, texts, out, layout, settings)
 
 
 def _row(
     file: SourceFile,
     name: object,
-    title: str,
+    record: dict[str, Any],
     texts: list[str],
     out: list[Left],
-    layout: base.Layout,
     settings: BuildOptions,
 ) -> Record:
-    """Returns the document of a row; `out` is what its fields have lost already."""
-    texts = list(map(base.valid, texts))
-    titles = 0
+    """Returns the document of a row with the `texts` of its fields; `out` is what they have lost already."""
+    title, layout, titles = str(record.get("title") or ""), file.layout, 0
+    if layout == "plain" and _WIKIPEDIA.match(str(record.get("url"))):
+        layout = "wikipedia"
     if layout in ("plain", "markdown", "lines") and "html" in settings.rules:
         for i, text in enumerate(texts):
             texts[i] = without_tags(text)
@@ -82,8 +79,8 @@ def _row(
     elif layout == "wikipedia" and texts:
         texts[0], repeated = without_title(texts[0], title)
         out += repeated
-    more: dict[str, Any] = {"layout": layout, "titles": titles, "left": tuple(out)}
-    return document(file, name, title, "\n\n".join(texts), **more)
+    text = "\n\n".join(texts)
+    return document(file, name, title, text, layout=layout, titles=titles, left=tuple(out))
 
 
 def value_at(record: Any, path: str) -> Any:
@@ -191,20 +188,17 @@ def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
         raise EOFError("it ends inside an object, or is no JSON")
 
 
-def _json_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    """Returns the paths of all fields of the complete records of the first bytes."""
-    names, decode = list[str](), json.JSONDecoder().raw_decode
-    rest = head.decode("utf-8-sig", "replace").strip().removeprefix("[")
-    for text in rest.split("\n") if re.match(r"\{.*\}\s*(\n|$)", rest) else [rest]:
-        with suppress(ValueError, RecursionError):  # a bad record, or the last one, which is cut
-            while text := text.lstrip(", \t\r\n"):
-                record, end = decode(text)
-                names += _paths(record)
-                text = text[end:]
+def _first_fields(read: Rows, file: SourceFile) -> list[str]:
+    """Returns the paths of all fields of the first rows of a file."""
+    names = list[str]()
+    with suppress(Exception):  # of a damaged file, those before the damage
+        for _, row in islice(read(file, ()), ROWS):
+            names += _paths(row)
     return list(dict.fromkeys(names))
 
 
 def _paths(value: Any, prefix: str = "") -> list[str]:
+    """Returns the paths of the fields of an object, also of those inside others."""
     if isinstance(value, list):
         return _paths(value[0], prefix) if value else []
     if not isinstance(value, dict):
@@ -239,12 +233,6 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
                 yield number, bad(file, number, "records_not_a_row", "\t".join(cells))
 
 
-def _csv_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    text = head.decode("utf-8-sig", "replace")
-    separator = separator_of(text.partition("\n")[0])
-    return next(csv.reader(io.StringIO(text), delimiter=separator), [])
-
-
 # Parquet and Arrow.
 
 
@@ -267,9 +255,8 @@ def _parquet_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int
             first += group.num_rows
 
 
-def _parquet_fields(stream: IO[bytes], head: bytes) -> list[str]:
-    stream.seek(0)
-    with suppress(OSError, pa.ArrowException):
+def _parquet_fields(file: SourceFile) -> list[str]:
+    with suppress(OSError, pa.ArrowException), open_bytes(file) as stream:
         return schema_paths(pq.read_schema(stream))
     return []
 
@@ -302,9 +289,10 @@ def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
 _ARRAY = r'\[\s*\{\s*"[^"\n]*"\s*:'
 _OBJECT = r'\{[ \t]*"[^"\n]*"[ \t]*:'
 base.register(
-    Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True, fields=_json_fields),
-    Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=_json_fields),
-    Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=_csv_fields),
+    Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True,
+           fields=partial(_first_fields, _json_rows)),
+    Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=partial(_first_fields, _array_rows)),
+    Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=partial(_first_fields, _csv_rows)),
     Format("parquet", partial(_table, _parquet_rows), (".parquet",), magic=rb"PAR1", can_cut=True,
            fields=_parquet_fields),
     Format("arrow", partial(_table, _arrow_rows), (".arrow",), magic=rb"ARROW1|\xff\xff\xff\xff", can_cut=True),

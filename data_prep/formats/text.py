@@ -1,19 +1,15 @@
-"""Plain text, Markdown and notebooks."""
+"""Plain text and Markdown, and rows that are sentences."""
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import xxhash
 
 from data_prep.formats import base
-from data_prep.formats.base import Format, RawDocument, Record, SourceFile, document, stem, whole
-from data_prep.ledger import left
+from data_prep.formats.base import Format, RawDocument, Record, SourceFile, document, stem
 from data_prep.settings import BuildOptions
 
-MOST_LINES = (
-    1 << 17
-)  # of a document: cleaning needs half a KB a line; a long novel has half as many
+MOST_LINES = 1 << 17  # of a document: cleaning needs half a KB a line
 # Rows that are sentences: one whose hash is 0 modulo BOUNDARY begins a document.
 BOUNDARY, FEWEST_ROWS, MOST_ROWS = 512, 256, 1024
 
@@ -65,19 +61,4 @@ def join_rows(rows: Iterable[Record]) -> Iterator[Record]:
         group += [row] if row.text or row.left else []
 
 
-def _notebook(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
-    """Yields the Markdown cells of a Jupyter notebook as one document."""
-    cells = json.loads(whole(file).decode("utf-8-sig", "replace"))["cells"]
-    texts = {"markdown": list[str](), "code": list[str]()}
-    for cell in cells:
-        texts["markdown" if cell["cell_type"] == "markdown" else "code"].append(
-            "".join(cell.get("source", ""))
-        )
-    code = [left("lines_markup", text, text.count("\n") + 1) for text in texts["code"] if text]
-    yield document(file, 0, stem(file), "\n\n".join(texts["markdown"]), left=tuple(code))
-
-
-base.register(
-    Format("ipynb", _notebook, (".ipynb",), layout="markdown"),
-    Format("text", _text, (".txt", ".text", ".asc", ".md", ".markdown"), can_cut=True),
-)
+base.register(Format("text", _text, (".txt", ".text", ".asc", ".md", ".markdown"), can_cut=True))

@@ -94,7 +94,7 @@ def _pages(file: SourceFile) -> Iterator[bytes]:
 
 def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
     """Yields the text of each stream that begins in a share; Wikipedia's have 100 whole pages each."""
-    with base.open_raw(file.path) as raw:
+    with open(file.path, "rb") as raw:
         raw.seek(file.start)
         data = raw.read(file.stop - file.start)
         data += raw.read(len(b"BZh91AY&SY") - 1)

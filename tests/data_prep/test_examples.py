@@ -1,5 +1,6 @@
 """Three-part examples on the embedded Wikipedia sample."""
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -96,31 +97,6 @@ def test_half_of_the_parts_are_swapped_independently(epoch: Epoch) -> None:
     parts = [part for example in epoch for part in example.parts if part.cut < part.end]
     cuts = [(part.cut - part.first) / (part.end - part.first) for part in parts]
     assert np.mean(cuts) == pytest.approx(0.5, abs=0.02)
-
-
-def test_cuts_favour_long_shorter_segments(stream: ExampleStream, epoch: Epoch) -> None:
-    shorter, expected, uniform, variance = [], [], [], []
-    rarest, expected_rarest = 0, 0.0
-    for example in epoch:
-        offsets = stream.corpus.row(example.row).offsets
-        for part in example.parts:
-            boundaries = offsets[part.first : part.end + 1].astype(float)
-            inner = boundaries[1:-1]
-            candidates = np.minimum(inner - boundaries[0], boundaries[-1] - inner)
-            if len(candidates) < 2:
-                continue
-            probabilities = candidates**2 / (candidates**2).sum()
-            cut = part.cut - part.first - 1
-            shorter.append(candidates[cut])
-            expected.append(probabilities @ candidates)
-            uniform.append(candidates.mean())
-            variance.append(probabilities @ candidates**2 - expected[-1] ** 2)
-            rarest += cut == candidates.argmin()
-            expected_rarest += probabilities.min()
-    error = np.sqrt(np.sum(variance)) / len(shorter)
-    assert len(shorter) > 1000 and abs(np.mean(shorter) - np.mean(expected)) < 3 * error
-    assert np.mean(shorter) - np.mean(uniform) > 20 * error, "a uniform cut must be told apart"
-    assert rarest == pytest.approx(expected_rarest, abs=4 * expected_rarest**0.5) and rarest > 0
 
 
 def assert_plain_tfidf(stream: ExampleStream, example: TrainingExample) -> None:
@@ -409,6 +385,20 @@ def test_parts_take_sentences_up_to_their_whole_budget() -> None:
     assert windows.fill_parts(boundaries, 0, 3, 29, []) == [0, 2, 4, 6]
     uneven = np.array([0, 10, 12, 42, 72, 102, 132])  # from 10 on the first part would hold 2
     assert windows.fill_parts(uneven, 5, 3, 30, []) == [2, 3, 4, 5]
+
+
+def test_cuts_of_long_parts_are_drawn_by_the_squares_of_all_lengths() -> None:
+    """The sum of the squares passes 2^31; offsets on disk are int32."""
+    offsets = np.arange(0, 60_001, 10, dtype=np.int32)
+    for seed in range(9):
+        window = windows.Window(0, 0, 0)
+        parts, _ = windows.choose_parts(offsets, window, 1, seed, 3, 19_000)
+        draws = generator(seed, 1, 0, 0).random(9).tolist()
+        for p, (first, cut, end, _) in enumerate(parts):
+            squares = [min(10 * (i - first), 10 * (end - i)) ** 2 for i in range(first + 1, end)]
+            sums = list(itertools.accumulate(squares))
+            assert sums[-1] > 1 << 31
+            assert cut == first + 1 + bisect.bisect_right(sums, draws[3 + p] * sums[-1])
 
 
 @pytest.mark.parametrize("block", [1, 7, 256])

@@ -7,6 +7,7 @@ import sys
 import tarfile
 import textwrap
 import zipfile
+from email.message import EmailMessage
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,21 @@ def test_a_message_with_parts(tmp_path: Path) -> None:
     assert (entry.reason, entry.text, entry.characters) == ("attachments", "a.csv: text/csv", 3)
 
 
+def test_attachments_count_the_characters_of_text_and_nothing_of_images(tmp_path: Path) -> None:
+    message = EmailMessage()
+    message["Subject"] = "x"
+    message.set_content("It ran.")
+    message.add_attachment("n, ä\n1, 2\n" * 50, subtype="csv", filename="a.csv", charset="utf-8")
+    message.add_attachment(b"\x89PNG" * 9, maintype="image", subtype="png")
+    alone = EmailMessage()
+    alone.set_content(b"abc", maintype="image", subtype="png")
+    for name, content in (("a.eml", message), ("b.eml", alone)):
+        (tmp_path / name).write_bytes(content.as_bytes())
+    left = [[entry[1:3] for entry in read(tmp_path / name)[0].left] for name in ("a.eml", "b.eml")]
+    image = ("without a name: image/png", 0)
+    assert left == [[("a.csv: text/csv", 300), image], [image]]
+
+
 def test_rolling_captions_are_spoken_once(tmp_path: Path) -> None:
     """Each line comes at the bottom, and again above the next one."""
     words = ["the pump stops", "every night and", "nobody knows why"]
@@ -217,6 +233,19 @@ def test_rolling_captions_are_spoken_once(tmp_path: Path) -> None:
     assert (document.text, document.layout) == ("\n".join(words), "lines")
     left = [entry.reason for entry in document.left if entry.reason != "characters_of_html"]
     assert left == ["lines_markup", "lines_repeated", "lines_repeated"]
+
+
+@pytest.mark.parametrize(("cues", "layout"), [(20, "paragraphs"), (21, "lines")])
+def test_captions_are_sentences_if_one_of_twenty_ends_with_a_stop(
+    cues: int, layout: str, tmp_path: Path
+) -> None:
+    """A line that is said again later is no repeated caption."""
+    words = ["It stops.", *["it runs", "it turns"] * 10][:cues]
+    blocks = (f"{i}\n00:0{i} --> 00:0{i + 1}\n{text}\n" for i, text in enumerate(words))
+    (tmp_path / "a.srt").write_text("\n".join(blocks))
+    (document,) = read(tmp_path / "a.srt")
+    separator = " " if layout == "paragraphs" else "\n"
+    assert (document.layout, document.text, document.left) == (layout, separator.join(words), ())
 
 
 def test_word_documents_have_their_notes_and_count_headers(tmp_path: Path) -> None:
@@ -265,12 +294,14 @@ def test_a_mistyped_path_is_not_sought_on_the_hub(
     (tmp_path / "books" / "novels").mkdir()
     (tmp_path / "books" / "poems.txt").write_text("It ran.")
     monkeypatch.chdir(tmp_path)
-    for name, hint in (
-        ("books/novel", "'novels'"),
-        ("books/poem.txt", "'poems.txt'"),
-        ("a/b/c", ""),
-        ("x/y.jsonl", ""),
-    ):
+    hints = {
+        "books/novel": "'novels'",
+        "books/poem.txt": "'poems.txt'",
+        "a/b/c": "",
+        "x/y.jsonl": "",
+        "s3://b/c": "URLs are not read",
+    }
+    for name, hint in hints.items():
         options = BuildOptions(input=[name], tokenizer="sample", output="")
         with pytest.raises(UserError, match=f"no such f.*{hint}"):
             list_inputs(options)

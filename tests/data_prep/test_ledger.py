@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from data_prep import clean, prepare
 from data_prep.build import build_unit
 from data_prep.formats import FORMATS, tables
-from data_prep.ledger import REASONS, Ledger, Unbalanced, last_lines, reasons_table, size
+from data_prep.ledger import REASONS, Ledger, last_lines, reasons_table, size
 from data_prep.prepare import SHARD_TOKENS, group_units
 from data_prep.settings import RULES, BuildOptions
 from data_prep.sources import list_inputs
@@ -57,11 +57,6 @@ def arrow(texts: Texts) -> bytes:
 def table(texts: Texts) -> bytes:
     cells = ('"' + text.replace('"', '""') + '"' for text in texts)
     return ("text,n\n" + "".join(f"{cell},1\n" for cell in cells)).encode()
-
-
-def cells(texts: Texts) -> bytes:
-    book = [{"cell_type": "markdown", "source": text.splitlines(True)} for text in texts]
-    return json.dumps({"cells": book, "nbformat": 4}).encode()
 
 
 def extract(texts: Texts) -> bytes:
@@ -154,7 +149,6 @@ MAKERS: dict[str, Make] = {
     "a.csv": table,
     "a.parquet": parquet,
     "a.arrow": arrow,
-    "a.ipynb": cells,
     "wiki_00": extract,
     "a.xml": dump,
     "a.docx": word,
@@ -169,46 +163,12 @@ MAKERS: dict[str, Make] = {
     "a.warc": crawl,
 }
 
-WORDS = [
-    "The cat sat.",
-    "It ran",
-    "far away",
-    "Title",
-    "# Head",
-    "See also",
-    "- item one",
-    "> quoted",
-    "1. It is.",
-]
-WORDS += [
-    "<b>bold</b>",
-    "<p>",
-    "Vec<u>",
-    "&amp;",
-    "{{x}}",
-    "[[a|b]]",
-    "|a|b|",
-    "`code`",
-    "[link](http://a.b)",
-    "====",
-]
-WORDS += [
-    "猫在垫子上。",
-    "ฉันไป",
-    "е́",
-    "\u200b",
-    "\ufdd0",
-    "\x00",
-    "\f",
-    "\xa0",
-    "ﬁn",
-    "well-\nknown",
-    "\n",
-    "\n\n",
-    "-->",
-]
+WORDS = "The cat sat.|It ran|far away|Title|# Head|See also|- item one|> quoted|1. It is.|<b>bold</b>|<p>|Vec<u>"
+WORDS += "|&amp;|{{x}}|[[a\\b]]|\\a\\b\\|`code`|[link](http://a.b)|====|猫在垫子上。|ฉันไป|е́|\u200b|\ufdd0|\x00|\f|\xa0|ﬁn"
+WORDS += "|well-\nknown|\n|\n\n|-->"
+PIECES = [word.replace("\\", "|") for word in WORDS.split("|")]
 texts_of_anything = st.lists(
-    st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=9).map(" ".join),
+    st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=6)), max_size=9).map(" ".join),
     min_size=1,
     max_size=3,
 ).map(lambda texts: [re.sub("[\0\ud800-\udfff\r]", "", text) for text in ["It is.", *texts]])
@@ -272,7 +232,7 @@ def test_a_step_that_loses_text_ends_the_run(
     monkeypatch.setattr(
         clean, "split_paragraph", lambda *a: [s for s in original(*a) if "cat" not in s]
     )
-    with pytest.raises(Unbalanced, match=r"in\.txt: of [\d,]+ characters of in, .* not counted"):
+    with pytest.raises(RuntimeError, match=r"in\.txt: of [\d,]+ characters of in, .* not counted"):
         prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -287,16 +247,6 @@ def test_skipped_bytes_count_as_given(tiny_tokenizer: Path, tmp_path: Path) -> N
     report = dict(last_lines(prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in")))
     assert report["kept"] == "1 of 1 document, 25.0% of the text"
     assert report["skipped"].startswith("2 files")
-
-
-def test_duplicates_leave_what_was_kept(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    texts = [story(40), story(30, 3), story(40)]
-    (tmp_path / "in.jsonl").write_bytes(json_lines(texts))
-    corpus = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl")
-    ledger = Ledger(json.loads((corpus.path / "dropped.json").read_text()))
-    assert ledger.kept["in"] == size(texts[0]) + size(texts[1])
-    assert ledger.characters["in"]["documents_duplicate"] == size(texts[2])
-    ledger.close("corpus")
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(
@@ -374,19 +324,6 @@ def test_paths_of_fields_and_what_lies_beside_them(tmp_path: Path) -> None:
         list_inputs(options)
 
 
-def test_the_last_lines_name_field_and_type(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    texts: list[Any] = [story(9, i) if i % 2 else {"a": story(9, i)} for i in range(8)]
-    (tmp_path / "in.jsonl").write_bytes(json_lines(texts))
-    lines = last_lines(prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in.jsonl"))
-    (line,) = {text for name, text in lines if name == "left out" and "fields_not_text" in text}
-    lost = sum(size(story(9, i)) for i in range(0, 8, 2))
-    given = lost + sum(size(story(9, i)) for i in range(1, 8, 2))
-    assert (
-        f"{lost / given:.1%} of the text: 4 fields_not_text" in line
-        and "'text' is an object" in line
-    )
-
-
 def test_the_error_of_a_total_loss_names_the_remedies_of_its_reasons(
     tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -415,7 +352,7 @@ def test_a_ledger_that_does_not_balance_is_not_closed() -> None:
     ledger = Ledger()
     ledger.take("s", 9)
     ledger.keep("s", 4)
-    with pytest.raises(Unbalanced, match="of 9 characters of s, 4 are kept .* 5 are not counted"):
+    with pytest.raises(RuntimeError, match="of 9 characters of s, 4 are kept .* 5 are not counted"):
         ledger.close("unit")
 
 

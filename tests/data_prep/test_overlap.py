@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import overlap
+from data_prep import build, merge, overlap
 from data_prep.ledger import Ledger, last_lines, size
 from multicls.corpus import Corpus
 from multicls.errors import UserError
@@ -89,14 +89,27 @@ def test_three_workers_drop_the_same(copies: Path, tiny_tokenizer: Path, tmp_pat
 @pytest.mark.parametrize("shared", [0.5, 0.75, 0.85])
 def test_the_share_of_documents_that_are_found_is_that_of_the_theory(shared: float) -> None:
     """Documents that share s of their shingles have an equal key with probability 1 - (1 - s^8)^14."""
-    rng, found, number = np.random.default_rng(0), 0, 300
+    rng, found, number = np.random.default_rng(0), 0, 1000
     for _ in range(number):
         tokens = rng.integers(30_000, size=(2, 404))
         same = round(2 * 400 * shared / (1 + shared))  # of the 400 shingles of each
         tokens[1, : same + 4] = tokens[0, : same + 4]
         found += bool(set(overlap.band_keys(tokens[0])) & set(overlap.band_keys(tokens[1])))
     expected = 1 - (1 - shared**8) ** 14
-    assert found / number == pytest.approx(expected, abs=4 * (expected / number) ** 0.5)
+    error = (expected * (1 - expected) / number) ** 0.5
+    assert found / number == pytest.approx(expected, abs=4 * error)
+
+
+def test_a_key_of_any_band_makes_a_near_copy(tmp_path: Path) -> None:
+    """Document 2b + 1 has the key of band b of the document before it; the last one has the hash of the first."""
+    hashes = np.arange(15 * 29, dtype=np.uint64).reshape(15, 29)
+    for band in range(14):
+        hashes[1 + band, 2 * band + 1] = hashes[1 + band, 2 * band]
+    hashes[0, 28] = hashes[0, 0]
+    np.save(tmp_path / build.HASHES_FILE, hashes)
+    for near, kind in (("keep", 0), ("report", merge.SIMILAR), ("drop", merge.NEAR)):
+        (kinds,) = merge.find_all_copies([tmp_path], True, near, None)  # type: ignore[arg-type]
+        assert kinds.tolist() == [0, kind] * 14 + [merge.SAME]
 
 
 def test_short_and_empty_documents_have_keys() -> None:
@@ -104,26 +117,35 @@ def test_short_and_empty_documents_have_keys() -> None:
     assert short[0] == short[1] and len({key for keys in short for key in keys}) == 3 * 14
 
 
-ROWS = {  # name of a file: its content; each has a text of 13 words and more, one of 9 words and a short one
-    "rows.csv": 'text,label\n"{long}",animals\n"{nine}",x\n{short},y\n',
-    "rows.tsv": "text\tlabel\n{long}\tanimals\n{nine}\tx\n{short}\ty\n",
-    "rows.jsonl": '{{"text": "{long}", "label": 1}}\n{{"a": {{}}, "b": "{nine}"}}\n{{"text": "{short}"}}\n',
-}
+@pytest.mark.parametrize("shared", [3, 4])
+def test_shingles_are_five_tokens(shared: int) -> None:
+    """Two paragraphs change places between equal words: shingles of more than one token more than these differ."""
+    rng = np.random.default_rng(0)
+    one, two, three, four = rng.integers(30_000, size=(4, 20))
+    words = np.arange(40_000, 40_000 + shared)
+    texts = (
+        [one, words, two, words, three, words, four],
+        [one, words, three, words, two, words, four],
+    )
+    keys = [overlap.band_keys(np.concatenate(parts)) for parts in texts]
+    assert (keys[0] == keys[1]) == (shared == 4) and len(keys[0]) == 14
 
 
-@pytest.mark.parametrize("name", ROWS)
 def test_sentences_with_evaluation_rows_leave(
-    name: str, corpus_of: Callable[..., Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus_of: Callable[..., Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A row has a text of 13 words and more, one of 9 words and one a short one."""
     rng = random.Random(1)
     texts = [sentences(12, rng) for _ in range(5)]
     nine, short = texts[1][3].lower().split()[2:11], texts[2][5][:-1]
     long = f"{texts[0][4]} {texts[0][5]}"  # in the first document, over the end of a sentence
-    rows = ROWS[name].format(long=long, nine=" ".join(nine), short=" ".join(short.split()[:7]))
-    (tmp_path / name).write_text(rows)
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        f'text,label\n"{long}",animals\n{" ".join(nine)},x\n{" ".join(short.split()[:7])},y\n'
+    )
     texts[3][8] = "Then -- " + ", ".join(word.upper() for word in long[:-1].split()[4:17]) + "!"
     texts[4][2] = " ".join(long.split()[:12])  # a word too few
-    corpus = corpus_of([" ".join(text) for text in texts], decontaminate=[str(tmp_path / name)])
+    corpus = corpus_of([" ".join(text) for text in texts], decontaminate=[str(rows)])
     gone = {0: (4, 5), 1: (3,), 3: (8,)}
     for number, text in enumerate(texts):
         kept = [s for i, s in enumerate(text) if i not in gone.get(number, ())]
@@ -142,28 +164,18 @@ def squeeze(sentence: str) -> str:
 
 def test_other_rows_are_another_corpus(tiny_tokenizer: Path, tmp_path: Path) -> None:
     """The rows' content counts, not the name of their file."""
-    text, folder = " ".join(sentences(20, random.Random(2))), tmp_path / "out"
+    text = " ".join(sentences(20, random.Random(2)))
     (tmp_path / "in.txt").write_text(text)
     for name, more in (("a.csv", ""), ("b.csv", ""), ("c.csv", text)):
         row = "The cat sat on one mat and then it ran far."
         (tmp_path / name).write_text(f"text,label\n{row},x\n{more},y\n")
-
-    def prepare(name: str) -> Corpus:
-        rows = [str(tmp_path / name)]
-        return prepared(tiny_tokenizer, folder, tmp_path / "in.txt", decontaminate=rows)
-
-    first = prepare("a.csv").manifest
-    assert prepare("b.csv").manifest == first
+    made = [tiny_tokenizer, tmp_path / "out", tmp_path / "in.txt"]
+    first = prepared(*made, decontaminate=[str(tmp_path / "a.csv")]).manifest
+    assert prepared(*made, decontaminate=[str(tmp_path / "b.csv")]).manifest == first
     with pytest.raises(UserError, match=r"other settings or input \(decontaminate\)"):
-        prepare("c.csv")
-    with pytest.raises(UserError, match=r"nowhere.csv"):
-        prepare("nowhere.csv")
-    assert overlap._words("Don't 我们。 STRASSE, x_1") == [
-        "don",
-        "t",
-        "我",
-        "们",
-        "strasse",
-        "x",
-        "1",
-    ]
+        prepared(*made, decontaminate=[str(tmp_path / "c.csv")])
+
+
+def test_words_of_any_script() -> None:
+    words = "don|t|我|们|strasse|x|1"
+    assert overlap._words("Don't 我们。 STRASSE, x_1") == words.split("|")
