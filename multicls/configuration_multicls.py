@@ -11,7 +11,6 @@ OFFSET_POSITIONS = (  # encoders whose first position is that of the padding tok
     *("roberta", "xlm-roberta", "camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"),
     *("xmod", "data2vec-text", "ibert", "longformer"),
 )
-PARTS = ("mean", "cls", "facets", "topics")  # of an embedding
 AUTO_MAP = {
     "AutoConfig": "configuration_multicls.MultiClsConfig",
     "AutoModel": "modeling_multicls.MultiClsModel",
@@ -77,8 +76,10 @@ class MultiClsConfig(PreTrainedConfig):
             self.facet_layers = self._default_layers() if self.num_facets else []
         if self.pooling not in ("mean", "cls"):
             raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
-        if unknown := set(self.embedding.split("+")) - {"", *PARTS}:
-            raise ValueError(f"embedding: {min(unknown)} is none of {', '.join(PARTS)}")
+        sizes = {"mean": 1, "cls": 1, "facets": self.num_facets, "topics": self.num_topics}
+        parts = [part for part, size in sizes.items() if size]
+        if unknown := set(self.embedding.split("+")) - {"", *parts}:
+            raise ValueError(f"embedding: '{min(unknown)}' is no part; here are {', '.join(parts)}")
         layers, depth = self.facet_layers, self.num_hidden_layers
         if not 0 <= self.num_facets < self.max_tokens - 2:
             raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")

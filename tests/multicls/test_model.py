@@ -82,8 +82,8 @@ def test_an_embedding_of_parts_has_equal_parts_and_topics_of_whole_texts() -> No
     expected |= {topics: model(ids, mask).topics}
     for part, values in expected.items():
         torch.testing.assert_close(cosine(part, values), torch.ones(3))
-    with pytest.raises(ValueError, match="embedding: meen is none of mean, cls, facets, topics"):
-        tiny(embedding="meen+topics")
+    with pytest.raises(ValueError, match="'topics' is no part; here are mean, cls, facets"):
+        tiny(embedding="mean+topics")
 
 
 @pytest.mark.slow
