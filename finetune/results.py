@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
 Scored = Sequence[tuple[Task, Predictions]]  # of each task, with the thresholds that are fitted
-FORMAT = 7
+FORMAT = 8
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 HASHES = {  # in words

@@ -27,7 +27,7 @@ from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
 from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.errors import UserError, first_line, run_command
+from multicls.errors import UserError, run_command
 from multicls.files import locked
 from multicls.measures import factor_of
 from multicls.settings import parse
@@ -175,13 +175,7 @@ def train_system(
         cuts = notes_on_cuts(splits)
         part.notes.extend(cuts)
         _print_notes(cuts, what=f"rows of {part.task.name} that are cut")
-    try:
-        trained = TaskTrainer(model, encoded, settings, identity, folder).run()
-    except (ImportError, TypeError, ValueError) as error:
-        if not settings.trainer:
-            raise
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"trainer {settings.trainer}: {what}") from error
+    trained = TaskTrainer(model, encoded, settings, identity, folder).run()
     return TrainedSystem(*trained, model, tokenizer)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from finetune.heads import HEADS
 from finetune.tasks import TASKS
@@ -18,8 +18,6 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
 Shots = Annotated[str, Field(pattern=r"^[1-9]\d*-shot$")]  # rows of each class
 TrainSize = Annotated[PositiveInt | Literal["full"] | Shots, THOUSANDS]
-# A value of --trainer: a number, true or false, or text.
-TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
 READ_BY = {  # others are read by all heads
     **{name: {name} for name in ("isobn", "hire", "cln")},
@@ -28,19 +26,8 @@ READ_BY = {  # others are read by all heads
 NOT_COMPARED: dict[str, Any] = {
     "own": {"train_file", "dev_file", "test_file"},
     "train": {"micro_batch_size", "checkpoint_minutes"},
-    "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
     "save_model": True,
 }
-# TrainingArguments that `trainer` may set. Of the others, settings of ours decide, or they have no effect here.
-TRAINER_ARGUMENTS = set(
-    """
-    activation_checkpointing adam_beta1 adam_beta2 adam_epsilon ddp_backend ddp_bucket_cap_mb
-    ddp_find_unused_parameters ddp_static_graph ddp_timeout full_determinism gradient_checkpointing lr_scheduler_kwargs
-    lr_scheduler_type optim optim_args per_device_eval_batch_size report_to run_name tf32 torch_compile
-    torch_compile_backend torch_compile_mode torch_empty_cache_steps
-    """.split()  # noqa: SIM905
-)
-NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")  # learning rate schedules
 
 
 class TrainSettings(Settings):
@@ -51,13 +38,13 @@ class TrainSettings(Settings):
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
     batch_size: PositiveInt | None = Field(None, description="rows a step; null: 4, 8 or 16")
     micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
-    class_weights: Literal["none", "balanced"] = Field("none", description="weight of rare classes")
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
-    patience: PositiveInt = Field(10_000, description="stop after N steps that are no better")
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
+    adam_beta2: Fraction = Field(0.999, description="AdamW's decay of squared gradients")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     dropout: Fraction | None = Field(None, description="before the classifier; null: checkpoint's")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -127,7 +114,6 @@ class SystemSettings(Settings):
     )
     max_length: PositiveInt | None = Field(None, description="most tokens; 128, in SuperGLUE 256")
     train: TrainSettings = TrainSettings()
-    trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")
     config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
     save_model: bool = Field(False, description="save the best model in the run's folder")
 
@@ -182,10 +168,6 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield "set either a dev_file or a dev_share"
         for name in changed if not own.train_file else ():
             yield f"--{name} is for your own rows: set --train_file"
-        for name in sorted(self.trainer.keys() - TRAINER_ARGUMENTS):
-            yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
-        if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
-            yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
         if not self.model:
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
