@@ -1,8 +1,8 @@
 """Trains every head by one loop.
 
-A step's rows are cut into chunks, one for each rank and each of its micro-batches. The sum of their losses is divided
-by the rows of the whole step, and dropout is seeded by seed, step and chunk. So ranks and micro-batches change no
-number: 2 ranks x 1 micro-batch and 1 rank x 2 micro-batches differ only by the order of floating-point sums.
+A step's rows are divided among the ranks. The sum of their losses is divided by the rows of the whole step, so the
+number of ranks changes no number except by the order of floating-point sums, and by dropout, which is seeded by seed,
+step and rank.
 """
 
 import math
@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -28,7 +27,7 @@ from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, prob
 from finetune.metrics import score_predictions
 from finetune.results import FORMAT, differences
 from finetune.settings import RunSettings
-from finetune.tasks import Array, example_arrays
+from finetune.tasks import Array
 from multicls.console import print_line, progress_bar
 from multicls.deepspeed_config import (
     Precision,
@@ -46,8 +45,8 @@ RUN = "run.json"  # in a checkpoint, written last: the identity of its run
 EVALUATED = 64  # rows of a forward pass that trains nothing
 
 
-class Chunk(NamedTuple):
-    """Rows of one forward pass of one rank."""
+class Share(NamedTuple):
+    """Rows of a step on one rank."""
 
     number: int  # in the run, over all ranks
     task: int
@@ -57,11 +56,10 @@ class Chunk(NamedTuple):
 
 
 class StepPlan:
-    """The steps of a run: iterating yields the chunks of this rank in each step.
+    """The steps of a run: iterating yields the share of this rank in each step.
 
-    A step has `batch_size` rows in `accumulation` forward passes on this rank and `chunks` on all, of at most
-    `micro_batch_size` rows. There are `steps`, and an evaluation each `eval_every`. Where the settings leave them open,
-    the number of training rows decides, as in Multi-CLS BERT.
+    A step has `batch_size` rows. There are `steps`, and an evaluation each `eval_every`. Where the settings leave them
+    open, the number of training rows decides, as in Multi-CLS BERT.
     """
 
     def __init__(self, settings: RunSettings, sizes: Sequence[int]) -> None:
@@ -72,23 +70,15 @@ class StepPlan:
         self.steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
         self.eval_every = min(train.eval_every or min(500, 2 * epoch), self.steps)
         self.rank, self.world_size = rank_and_world()
-        per_rank = math.ceil(self.batch_size / self.world_size)
-        self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
-        self.chunks = self.world_size * self.accumulation
-        self.micro_batch_size = math.ceil(self.batch_size / self.chunks)
 
-    def __iter__(self) -> Iterator[list[Chunk]]:
+    def __iter__(self) -> Iterator[Share]:
         batches = task_batches(self.sizes, self.batch_size, self.seed, self.sampling)
         for step, (task, rows) in enumerate(islice(batches, self.steps)):
-            cuts = [len(rows) * chunk // self.chunks for chunk in range(self.chunks + 1)]
-            mine = list[Chunk]()
-            for index in range(self.rank, self.chunks, self.world_size):
-                # All ranks must run the model equally often: without a row of its own a chunk repeats one.
-                share = rows[cuts[index] : cuts[index + 1]]
-                busy = share or [rows[index % len(rows)]]
-                number = step * self.chunks + index
-                mine.append(Chunk(number, task, busy, bool(share), len(rows)))
-            yield mine
+            number = step * self.world_size + self.rank
+            begin, end = (len(rows) * (self.rank + n) // self.world_size for n in (0, 1))
+            # All ranks must run the model equally often: without a row of its own a rank repeats one.
+            mine = rows[begin:end] or [rows[self.rank % len(rows)]]
+            yield Share(number, task, mine, end > begin, len(rows))
 
 
 def _batch_size(settings: RunSettings, rows: int) -> int:
@@ -130,13 +120,12 @@ class TaskTrainer:
 
     Args:
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
-            Without "dev" no rows pick the weights, the last ones count.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
         folder: folder of the checkpoints and curves.
 
     Attributes:
         best: The entry of the best evaluation in `history`, and its weights on the CPU.
-        history: Step and loss of each evaluation; score and selection_loss, if rows pick.
+        history: Step and loss of each evaluation, and the score and loss of the rows that pick.
     """
 
     def __init__(
@@ -150,7 +139,6 @@ class TaskTrainer:
         self.settings, self.folder = settings, folder
         self.train_rows = [splits["train"] for splits in tasks]
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
-        self.picks = all("dev" in splits for splits in tasks)
         self.plan = StepPlan(settings, [len(rows) for rows in self.train_rows])
         self.identity = {**identity, "ranks": self.plan.world_size, "format": FORMAT}
         self.problems = [problem_type_of(task) for task in model.config.tasks]
@@ -178,22 +166,22 @@ class TaskTrainer:
         total = torch.zeros((), device=self.accelerator.device)
         scored = begin  # step of the evaluation before
         shown = {"initial": begin, "disable": not is_first}
-        with (
-            progress_bar(plan.steps, "step", "fine-tuning", **shown) as bar,
-            SummaryWriter(self.folder / "runs", purge_step=begin) if is_first else nullcontext() as log,
-        ):
-            for step, chunks in enumerate(islice(plan, begin, None), start=begin + 1):
-                total += self.train_step(step, chunks)
+        with progress_bar(plan.steps, "step", "fine-tuning", **shown) as bar:
+            log = SummaryWriter(self.folder / "runs", purge_step=begin) if is_first else None
+            for step, share in enumerate(islice(plan, begin, None), start=begin + 1):
+                total += self.train_step(step, share)
                 bar.update()
                 if step % plan.eval_every and step < plan.steps:
                     continue
                 loss = self.accelerator.reduce(total / (step - scored), "mean")
                 for name, value in self.evaluate(step, float(loss)).items():
-                    if log is not None:
+                    if log:
                         log.add_scalar(name, value, step)
                 total, scored = torch.zeros_like(total), step
                 if step < plan.steps:
                     self.save_if_due(step)
+        if log:
+            log.close()
         self.task_model.load_state_dict(self.best["weights"])
         outputs = [
             {name: self._predict(rows, number) for name, rows in splits.items()}
@@ -208,36 +196,32 @@ class TaskTrainer:
             "batch_size": plan.batch_size,
         }
 
-    def train_step(self, step: int, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def train_step(self, step: int, share: Share) -> torch.Tensor:
         """Updates the weights once; returns this rank's part of the loss, whose mean over ranks is the step's loss."""
         train, device = self.settings.train, self.accelerator.device
         for group in self.optimizer.param_groups:
             warmup = round(train.warmup_ratio * self.plan.steps)
             group["lr"] = train.learning_rate * schedule(step - 1, warmup, self.plan.steps)
         self.model.train()
-        total = torch.zeros((), device=device)
-        for chunk in chunks:
-            torch.manual_seed(dropout_seed(self.settings.seed, chunk.number))
-            batch = self.train_rows[chunk.task].batch(chunk.rows)
-            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-            labels = inputs.pop("labels")
-            if not chunk.counted:
-                labels.fill_(IGNORE_INDEX)
-            with self.accelerator.accumulate(self.model):
-                logits = self.model(**inputs, task=chunk.task, counted=chunk.counted).logits
-                loss = loss_sum(self.problems[chunk.task], logits.float(), labels)
-                loss = loss / chunk.rows_of_step * self.plan.world_size  # gradients: mean over ranks
-                self.accelerator.backward(loss * self.plan.accumulation)  # which divides by it
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), train.max_grad_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            total += loss.detach()
-        return total
+        torch.manual_seed(dropout_seed(self.settings.seed, share.number))
+        batch = self.train_rows[share.task].batch(share.rows)
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        if not share.counted:
+            labels.fill_(IGNORE_INDEX)
+        logits = self.model(**inputs, task=share.task, counted=share.counted).logits
+        loss = loss_sum(self.problems[share.task], logits.float(), labels)
+        loss = loss / share.rows_of_step * self.plan.world_size  # gradients are means over ranks
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), train.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
     def evaluate(self, step: int, loss: float) -> dict[str, float]:
-        """Scores the rows that pick, and keeps the weights if they are better; returns what curves show.
+        """Scores the rows that pick, and keeps the weights if they are better, of equal scores by the loss.
 
+        Returns what curves show. Scores are means over tasks.
         `loss` is the mean since the evaluation before; one that is not finite is a `UserError`.
         """
         if not math.isfinite(loss):
@@ -245,43 +229,29 @@ class TaskTrainer:
                 f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
                 f"train.learning_rate (= {self.settings.train.learning_rate:g}), or check the weights."
             )
-        entry, metrics, shown = {"step": step, "loss": loss}, dict[str, float](), ""
-        if self.picks:
-            metrics = self._score()
-            entry |= {"score": metrics["eval/score"], "selection_loss": metrics["eval/loss"]}
-            shown = f"  score {100 * entry['score']:.2f}"
-        self.history.append(entry)
-        self._keep_best(entry)
-        if self.accelerator.is_main_process:
-            print_line(f"step {step}/{self.plan.steps}  loss {loss:.4f}{shown}")
-        return {"train/loss": loss} | metrics
-
-    def _predict(self, rows: Encoded, task: int) -> Array:
-        return predict_rows(self.task_model, rows, task, self.settings.train.precision)
-
-    def _score(self) -> dict[str, float]:
-        """Returns the metrics on the rows of all tasks that pick: `eval/score` and `eval/loss` are means over tasks."""
-        metrics, scores, losses = dict[str, float](), [], []
+        metrics, scores, losses = {"train/loss": loss}, list[float](), list[float]()
         for number, splits in enumerate(self.splits):
             rows = next(iter(splits.values()))
             outputs = self._predict(rows, number)
-            values = score_predictions(rows.task, example_arrays(rows.examples, outputs))
+            values = score_predictions(rows.task, rows.examples, outputs)
+            metrics |= {f"eval/{rows.task.name}_{name}": v for name, v in values.items()}
             main = rows.task.metrics[0]
             scores.append(larger_is_better(main, values[main]))
-            metrics |= {f"eval/{rows.task.name}_{name}": v for name, v in values.items()}
-            loss = loss_sum(self.problems[number], torch.from_numpy(outputs), rows.labels)
-            losses.append(float(loss) / len(rows))
-        return metrics | {"eval/score": float(np.mean(scores)), "eval/loss": float(np.mean(losses))}
+            of_rows = loss_sum(self.problems[number], torch.from_numpy(outputs), rows.labels)
+            losses.append(float(of_rows) / len(rows))
+        score, picking = float(np.mean(scores)), float(np.mean(losses))
+        entry = {"step": step, "loss": loss, "score": score, "selection_loss": picking}
+        self.history.append(entry)
+        if not self.best or (score, -picking) > (self.best["score"], -self.best["selection_loss"]):
+            named = self.task_model.state_dict().items()
+            weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+            self.best = {**entry, "weights": weights}
+        if self.accelerator.is_main_process:
+            print_line(f"step {step}/{self.plan.steps}  loss {loss:.4f}  score {100 * score:.2f}")
+        return metrics | {"eval/score": score, "eval/loss": picking}
 
-    def _keep_best(self, entry: Mapping[str, float]) -> None:
-        """Copies the weights if no evaluation before was better, of equal scores by its loss, or if none picks."""
-        if self.picks and self.best:
-            now, before = ((e["score"], -e["selection_loss"]) for e in (entry, self.best))
-            if now <= before:
-                return
-        named = self.task_model.state_dict().items()
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        self.best = {**entry, "weights": weights}
+    def _predict(self, rows: Encoded, task: int) -> Array:
+        return predict_rows(self.task_model, rows, task, self.settings.train.precision)
 
     def save_if_due(self, step: int) -> None:
         """Saves a checkpoint if the last one is old enough; marks it as whole, then removes older ones."""
@@ -321,26 +291,18 @@ class TaskTrainer:
     def newest_checkpoint(self) -> Path | None:
         """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
 
-        Checkpoints of other settings are named, and stay until this run has a checkpoint of its own; DeepSpeed's of
-        another number of ranks is a `UserError`.
+        Checkpoints of other settings, and DeepSpeed's of another number of ranks, are named, and stay until this run
+        has a checkpoint of its own.
         """
-        mine, ranks = list[Path](), self.identity["ranks"]
+        mine, harmless = list[Path](), set[str]() if self.settings.config else {"ranks"}
         for mark in self.folder.glob(f"checkpoint-*/{RUN}"):
             changes = differences(read_json(mark), self.identity)
-            if changes.keys() <= {"ranks"}:
+            if changes.keys() <= harmless:
                 mine.append(mark.parent)
             else:
                 what = ", ".join(changes.values())
                 print_line(f"note: {mark.parent} is not resumed, it is of another run ({what})")
-        newest = max(mine, key=_step_of, default=None)
-        if newest and (before := read_json(newest / RUN)["ranks"]) != ranks:
-            if self.settings.config:
-                raise UserError(
-                    f"{newest}: written by {before} ranks, not {ranks}, which DeepSpeed cannot read. Start {before} "
-                    "ranks, or delete that folder to begin again."
-                )
-            print_line(f"note: {newest} was written by {before} ranks; dropout now differs")
-        return newest
+        return max(mine, key=_step_of, default=None)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -366,29 +328,20 @@ def find_device() -> torch.device:
 def predict_rows(
     model: nn.Module, rows: Encoded, task: int, precision: Precision | Literal["auto"] = "auto"
 ) -> Array:
-    """Returns the model's outputs for each row, (N, C), in their order, on all ranks.
-
-    Each rank computes a part. A batch holds rows of like length, for less padding.
-    """
+    """Returns the model's outputs for each row, (N, C), in their order. A batch holds rows of like length."""
     device = find_device()
     model.eval().to(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choose_precision(precision, device))
     autocast = dtype is not None and next(model.parameters()).dtype == torch.float32
-    rank, world_size = rank_and_world()
     by_length = sorted(range(len(rows)), key=rows.lengths.__getitem__)
-    batches = [by_length[start : start + EVALUATED] for start in range(0, len(rows), EVALUATED)]
-    mine = batches[rank::world_size] or batches[:1]  # a rank without rows repeats some
     outputs = []
-    for batch_rows in mine:
-        batch = rows.batch(batch_rows)
+    for start in range(0, len(rows), EVALUATED):
+        batch = rows.batch(by_length[start : start + EVALUATED])
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
         with torch.autocast(device.type, dtype=dtype, enabled=autocast):
-            outputs.append(model(**inputs, task=task).logits.float())
-    table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
-    table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
-    if world_size > 1:
-        dist.all_reduce(table, dist.ReduceOp.MAX)
-    return np.asarray(table.cpu().numpy(), dtype=np.float32)
+            outputs.append(model(**inputs, task=task).logits.float().cpu())
+    table = torch.cat(outputs)
+    return np.asarray(table[np.argsort(by_length)].numpy(), dtype=np.float32)
 
 
 def _accelerator(settings: RunSettings, plan: StepPlan) -> Accelerator:
@@ -402,8 +355,8 @@ def _accelerator(settings: RunSettings, plan: StepPlan) -> Accelerator:
             raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
         config = complete_deepspeed_config(
             config,
-            micro_batch_size=plan.micro_batch_size,
-            accumulation=plan.accumulation,
+            micro_batch_size=math.ceil(plan.batch_size / plan.world_size),
+            accumulation=1,
             world_size=plan.world_size,
             max_grad_norm=settings.train.max_grad_norm,
             precision=precision,
@@ -412,7 +365,6 @@ def _accelerator(settings: RunSettings, plan: StepPlan) -> Accelerator:
     several = DistributedDataParallelKwargs(find_unused_parameters=len(settings.task_names) > 1)
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
-        gradient_accumulation_steps=plan.accumulation,
         cpu=not torch.cuda.is_available(),
         deepspeed_plugin=plugin,
         kwargs_handlers=[several],
