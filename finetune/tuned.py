@@ -82,14 +82,14 @@ class Tuned:
         return logit(np.array(thresholds[0])) if thresholds else np.zeros(1)
 
     def predict(self, rows: Rows) -> Array:
-        """Returns outputs (N, C)."""
+        """Returns outputs (N, C); scores are in the unit of the labels."""
         from finetune.encoding import Encoded
         from finetune.training import predict_rows
 
         assert self.task is not None, "fit it first"
         encoded = Encoded(self.task, examples_of(self.task, rows), self.tokenizer)
         outputs = predict_rows(self.model, encoded, 0).astype(np.float64)
-        return np.asarray(outputs - self.shift)
+        return np.asarray(outputs * self.task.label_scale - self.shift)
 
     def save(self, folder: Path) -> None:
         """Saves the model with its tokenizer, a card and the code that loads it without this project."""

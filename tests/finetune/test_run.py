@@ -4,19 +4,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from finetune.benchmark_tasks import read_task
 from finetune.results import load_results, read_predictions
 from finetune.run import _load_task as load_tasks_cache
 from finetune.run import main
+from finetune.saved import SavedSystem
 from finetune.settings import RunSettings
+from finetune.tasks import TASKS
 from finetune.training import StepPlan
 from multicls.errors import UserError
 from multicls.files import FolderInUse, locked, read_json
 from multicls.settings import load_settings, to_yaml
 from tests.finetune.conftest import Tune, sentiment_rows, write_tsv
-from tests.finetune.runs import finetune, settings_of
+from tests.finetune.runs import finetune, logits_of, settings_of
 
 QUICK: dict[str, Any] = {"train_size": 20, "train__max_steps": 6, "train__eval_every": 3}
 
@@ -80,7 +84,8 @@ def test_other_rows_are_refused(tune: Tune, glue: Path, tmp_path: Path) -> None:
         tune(**QUICK, data_dir=str(data))
 
 
-def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) -> None:
+def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """The folder predicts scores in the unit of the labels."""
     record = tune(**QUICK, task="stsb", save_model=True)
     card = (Path(record["path"]) / "model" / "README.md").read_text()
     for text in (
@@ -92,6 +97,9 @@ def test_the_card_of_a_saved_model(tune: Tune, tiny_bert: Path, tmp_path: Path) 
         assert text in card
     assert "two texts: sentence1, sentence2." in card and "by 5 to have the label" in card
     assert str(tmp_path) not in card and str(tiny_bert) not in card
+    texts = [row.texts for row in read_task(TASKS["stsb"], str(glue)).dev]
+    found = SavedSystem(Path(record["path"]) / "model").predict(texts)
+    np.testing.assert_allclose(found, 5 * logits_of(record), rtol=1e-4, atol=1e-4)
 
 
 def test_several_tasks_with_cln(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
