@@ -12,19 +12,20 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from finetune.own_data import labelled_rows, read_own, unlabelled_examples
+from finetune.heads import HEADS
+from finetune.own_data import OwnRows, predictions_of_file, read_own, unlabelled_rows
+from finetune.results import scores_of
 from finetune.settings import RowSettings, safe_name
-from finetune.tasks import Example, Task
 from multicls.console import print_line, print_summary, progress_bar
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.evaluation import FOLDS, Rows, Scores, System, evaluate, fewer, folds, learning_curve
@@ -34,12 +35,11 @@ from multicls.settings import parse
 
 HELP = {
     "data": "train_file test_file new_file text_column label_column group_column metric",
-    "systems": "model systems predictions corpus max_length repeats",
+    "systems": "model systems predictions corpus max_length learning_rate epochs repeats",
     "output": "output_dir",
 }
 NamedFile = Annotated[str, Field(pattern="^[^= ]+=.")]
 FEWEST = 20  # labelled rows
-TUNED = "tuned-"
 CURVE = (25, 50, 100, 200, 400, 800, 1600)  # training rows of the learning curve
 TOPICS = 200
 
@@ -61,8 +61,21 @@ class CompareOptions(RowSettings):
     max_length: PositiveInt | None = Field(
         None, description="most tokens of a text; default: 256, or what the model reads"
     )
+    learning_rate: PositiveFloat = Field(
+        1e-4, description="of fine-tuned systems; large models want 1e-5 to 7e-5"
+    )
+    epochs: PositiveInt = Field(10, description="of fine-tuned systems")
     repeats: PositiveInt = Field(2, description="repeats of the folds")
     output_dir: str = Field("comparison", description="folder of scores, report and model")
+
+
+class Encoder(NamedTuple):
+    """A model whose embeddings are compared."""
+
+    folder: Path
+    max_length: int
+    topics: Path | None  # file of its topics; None: they are in the model
+    key: str  # names all that decides its embeddings
 
 
 @dataclass(frozen=True)
@@ -70,21 +83,24 @@ class Compared:
     """The result of a comparison.
 
     Attributes:
-        scores: Of each system by its name, the best first.
-        tests: One value per test row of each system, (M,), if there is a test file.
-        texts: Rows without labels, that may be worth labelling.
+        name: Of the training file.
+        table: The labelled rows, with embeddings.
+        new: Rows without labels, that may be worth labelling.
+        systems: By name, the best first.
+        scores: Of each system.
+        tests: Of each system on the test rows, if there is a file of them.
+        original: Prefix of the names of the original model's systems.
+        encoders: By the name of the model.
     """
 
-    task: Task
-    rows: Rows
-    test: Rows | None
+    name: str
+    table: OwnRows
     new: Rows | None
     systems: dict[str, System]
     scores: dict[str, Scores]
-    tests: dict[str, Array]
-    notes: list[str]
-    original: str  # prefix of the names of the original model's systems
-    encoders: dict[str, tuple[Path, int]]  # folder and most tokens of each model
+    tests: dict[str, Scores]
+    original: str
+    encoders: dict[str, Encoder]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = run_comparison(options, output)
         from finetune.compare_report import write_report
 
-        best = next(name for name in found.scores if can_save(found.systems[name]))
-        fitted = found.systems[best].fit(found.rows)
+        best = next(name for name, system in found.systems.items() if hasattr(system, "save"))
+        fitted = found.systems[best].fit(found.table.train)
         curve = curve_of(found, best, output)
         for line in write_report(found, best, fitted, curve, output):
             print(line, flush=True)
@@ -110,61 +126,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_comparison(options: CompareOptions, output: Path) -> Compared:
     """Reads the rows, embeds them, and evaluates each system that has not been evaluated."""
-    files = {"train": options.train_file, "test": options.test_file}
-    task, examples, notes = read_own(options, files)
-    new = unlabelled_examples(options, task, options.new_file)
-    rows = labelled_rows(task, examples["train"])
-    if len(rows.targets) < FEWEST:
-        raise UserError(f"{options.train_file}: {len(rows.targets)} labelled rows; set {FEWEST}.")
-    for note in notes:
+    table = read_own(options)
+    if len(table.train.targets) < FEWEST:
+        number = len(table.train.targets)
+        raise UserError(f"{options.train_file}: {number} labelled rows; set {FEWEST}.")
+    for note in table.notes:
         print_line(f"note: {note}")
-    splits = [examples["train"], examples.get("test", []), new]
-    everything = [row for of in splits for row in of]
-    features, systems, keys = dict[str, Array](), dict[str, System](), dict[str, str]()
-    encoders = dict[str, tuple[Path, int]]()
+    new = unlabelled_rows(options, options.new_file, table)
+    splits = [rows for rows in (table.train, table.test, new) if rows is not None]
+    texts = [of_row for rows in splits for of_row in rows.texts]
+    features, systems, encoders = dict[str, Array](), dict[str, System](), dict[str, Encoder]()
     for name, source in (text.split("=", 1) for text in options.model):
-        embedded, keys[name], encoders[name] = embed_model(name, source, everything, options)
-        features |= embedded
-        most = encoders[name][1]
-        systems |= systems_of_model(name, source, most, embedded, options, rows)
-    systems |= systems_without_model(options, features, task, splits)
-    chosen = choose(systems, options)
-    whole = labelled_rows(task, everything, features)
-    ends = np.cumsum([0, *map(len, splits)])
-    parts = [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-    train, test, unlabelled = (whole.take(part) if len(part) else None for part in parts)
-    assert train is not None
-    scores, tests = evaluate_all(chosen, train, test, keys, options, output)
+        embedded, encoders[name] = embed_model(name, source, texts, options)
+        most = encoders[name].max_length
+        systems |= systems_of_model(name, source, most, embedded, options, table.train)
+        features |= {f"{name}/{part}": values for part, values in embedded.items()}
+    systems |= systems_without_model(options, features, table, texts)
+    systems = choose(systems, options)
+    ends = np.cumsum([0, *(len(rows.texts) for rows in splits)])
+    with_features = [
+        replace(rows, features={name: values[begin:end] for name, values in features.items()})
+        for rows, begin, end in zip(splits, ends[:-1], ends[1:], strict=True)
+    ]
+    table = replace(table, train=with_features[0], test=with_features[1] if table.test else None)
+    scores, tests = evaluate_all(systems, table, encoders, options, output)
     better = {name: larger_is_better(found.metric, found.mean) for name, found in scores.items()}
     order = sorted(scores, key=lambda name: (-better[name], name))
     return Compared(
-        task,
-        train,
-        test,
-        unlabelled,
-        {name: chosen[name] for name in order},
+        Path(str(options.train_file)).stem,
+        table,
+        with_features[-1] if new else None,
+        {name: systems[name] for name in order},
         {name: scores[name] for name in order},
         tests,
-        notes,
         options.model[0].split("=")[0],
         encoders,
     )
 
 
 def embed_model(
-    name: str, source: str, examples: Sequence[Example], options: CompareOptions
-) -> tuple[dict[str, Array], str, tuple[Path, int]]:
-    """Returns a model's embeddings of all texts by NAME/PART, (N, F) or of pairs (N, 2, F).
-
-    Also returns their key, and the model's folder and number of tokens.
-    """
+    name: str, source: str, rows: Sequence[tuple[str, ...]], options: CompareOptions
+) -> tuple[dict[str, Array], Encoder]:
+    """Returns a model, and its embeddings of rows of texts by part, (N, F) or of pairs (N, 2, F)."""
     from finetune.heads.build import find_checkpoint
-    from finetune.saved import fit_table, save_topics
+    from finetune.saved import by_rows, load_topics, topics_file
     from multicls.embeddings import Embedder, cached_embeddings, model_sha256, topics_of
 
     folder, output = find_checkpoint(source), Path(options.output_dir)
     model = Embedder(folder, options.max_length)
-    texts = [text for row in examples for text in row.texts]
+    texts = [text for of_row in rows for text in of_row]
     key = f"{model_sha256(folder)}-{model.max_length}"
 
     def compute(missing: Sequence[str]) -> dict[str, Array]:
@@ -172,36 +182,29 @@ def embed_model(
             return model.embed(missing, bar.update)
 
     parts = cached_embeddings(output / "cache", key, texts, compute)
-    table, source_of_topics = model.topics, "the model"
+    table, file, whose = model.topics, None, "the model"
     if table is None:
-        table, source_of_topics = fit_table(model, texts, options.corpus, TOPICS, output / "cache")
-        save_topics(table, output / "cache" / f"{safe_name(name)}-topics.safetensors")
+        file = topics_file(model, texts, options.corpus, TOPICS, output / "cache")
+        table, whose = load_topics(file), options.corpus or "the rows' texts"
     parts["topics"] = topics_of(table, model.tokenizer, texts)
-    digest = hashlib.sha256(parts["topics"].tobytes()).hexdigest()[:16]
-    print_line(
-        f"{name}: {', '.join(parts)}; {model.max_length} tokens; topics of {source_of_topics}"
-    )
-    fields = len(examples[0].texts)
-    pairs = {
-        f"{name}/{part}": values.reshape(-1, fields, values.shape[1]) if fields > 1 else values
-        for part, values in parts.items()
-    }
-    return pairs, f"{key}-{digest}", (folder, model.max_length)
+    print_line(f"{name}: {', '.join(parts)}; {model.max_length} tokens; topics of {whose}")
+    key += hashlib.sha256(parts["topics"].tobytes()).hexdigest()
+    return by_rows(parts, len(rows[0])), Encoder(folder, model.max_length, file, key)
 
 
 def systems_of_model(
     name: str,
     source: str,
     most_tokens: int,
-    features: dict[str, Array],
+    parts: Mapping[str, Array],
     options: CompareOptions,
     rows: Rows,
 ) -> dict[str, System]:
-    """Returns the systems on a model: linear ones on its parts, and those that `--systems` names."""
+    """Returns the systems on a model: linear ones on its parts, also those that `--systems` names, and all heads."""
+    from finetune.tuned import Tuned
     from multicls.systems import Cosine, Linear
 
-    parts = [key.partition("/")[2] for key in features]
-    own = parts[0]
+    own = next(iter(parts))
     embeddings = [own, f"{own}+topics"]
     if "facets" in parts:
         embeddings.append("mean+facets+topics")
@@ -211,38 +214,33 @@ def systems_of_model(
     }
     if rows.kind == "score" and len(rows.texts[0]) == 2:
         systems[f"{name} cosine"] = Cosine(f"{name}/{own}")
-    for text in options.systems:
-        if text.startswith(TUNED):
-            from finetune.tuned import Tuned
-
-            head = text.removeprefix(TUNED)
-            systems[f"{name} {text}"] = Tuned(head, source, most_tokens)
+    for head in HEADS:
+        systems[f"{name} tuned-{head}"] = Tuned(
+            head, source, most_tokens, options.learning_rate, options.epochs
+        )
     return systems
 
 
 def systems_without_model(
     options: CompareOptions,
     features: dict[str, Array],
-    task: Task,
-    splits: Sequence[Sequence[Example]],
+    table: OwnRows,
+    texts: Sequence[tuple[str, ...]],
 ) -> dict[str, System]:
     """Returns the bag of words, the majority class, and predictions that files hold; adds these to the features."""
-    from finetune.own_data import predictions_of_file
     from multicls.systems import Given, Majority, Words
 
     systems: dict[str, System] = {"words": Words(), "majority": Majority()}
-    examples = [row for of in splits for row in of]
-    labelled = len(splits[0]) + len(splits[1])
     for name, path in (text.split("=", 1) for text in options.predictions):
-        features[name] = predictions_of_file(Path(path), options, task, examples, labelled)
+        features[name] = predictions_of_file(Path(path), options, table, texts)
         systems[name] = Given(name)
     return systems
 
 
 def choose(systems: dict[str, System], options: CompareOptions) -> dict[str, System]:
-    """Returns the systems that `--systems` names, by name or without their model's name; by default all."""
+    """Returns the systems that `--systems` names, with or without a model's name; by default those of seconds."""
     if not options.systems:
-        return systems
+        return {name: system for name, system in systems.items() if not is_costly(system)}
     chosen, given = dict[str, System](), [text.split("=")[0] for text in options.predictions]
     for text in [*options.systems, *given]:
         matches = [name for name in systems if text in (name, name.partition(" ")[2])]
@@ -255,14 +253,15 @@ def choose(systems: dict[str, System], options: CompareOptions) -> dict[str, Sys
 
 def evaluate_all(
     systems: dict[str, System],
-    rows: Rows,
-    test: Rows | None,
-    keys: dict[str, str],
+    table: OwnRows,
+    encoders: dict[str, Encoder],
     options: CompareOptions,
     output: Path,
-) -> tuple[dict[str, Scores], dict[str, Array]]:
-    """Returns the scores of each system, and one value per test row; finished ones are read from the output folder."""
-    every, scores, tests = folds(rows, options.repeats), dict[str, Scores](), dict[str, Array]()
+) -> tuple[dict[str, Scores], dict[str, Scores]]:
+    """Returns the scores of each system in folds and on test rows; finished ones are read from the output folder."""
+    rows, test = table.train, table.test
+    every, scores, tests = folds(rows, options.repeats), dict[str, Scores](), dict[str, Scores]()
+    keys = {name: encoder.key for name, encoder in encoders.items()}
     splits_of = {n: fewer(every) if is_costly(s) else every for n, s in systems.items()}
     fits = sum(len(splits.folds) * FOLDS + len(splits.draws) for splits in splits_of.values())
     with progress_bar(fits, "fit", "comparing") as bar:
@@ -275,26 +274,19 @@ def evaluate_all(
             digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
             path = output / "scores" / f"{safe_name(name)}-{digest}.npz"
             if not path.exists():
-                found = evaluate({name: system}, rows, splits, bar.update)[name]
-                arrays = {"folds": found.folds, "draws": found.draws}
-                arrays["outputs"] = np.asarray(found.outputs)
+                arrays = vars(evaluate({name: system}, rows, splits, bar.update)[name])
                 if test is not None:
-                    arrays["test"] = system.fit(rows).predict(test)
+                    arrays = arrays | {"test": system.fit(rows).predict(test)}
                 with atomic_write(path, "wb") as file:
-                    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+                    np.savez_compressed(file, **arrays)
             with np.load(path, allow_pickle=False) as kept:
-                arrays = dict(kept)
-            scores[name] = Scores(
-                arrays["folds"],
-                arrays["draws"],
-                rows.units,
-                float(np.mean([len(train) for train, _ in splits.draws])),
-                arrays["outputs"],
-                rows.metric,
-            )
+                arrays = {key: kept[key] for key in kept}
             if test is not None:
-                predicted = predictions_of(rows.kind, arrays["test"])
-                tests[name] = row_values(rows.metric, test.targets, predicted)
+                predicted = predictions_of(rows.kind, arrays.pop("test"))
+                values = row_values(rows.metric, test.targets, predicted)
+                tests[name] = scores_of([values], test.units, rows.metric)
+            metric, train_rows = str(arrays.pop("metric")), float(arrays.pop("train_rows"))
+            scores[name] = Scores(**arrays, train_rows=train_rows, metric=metric)
     return scores, tests
 
 
@@ -303,14 +295,9 @@ def is_costly(system: System) -> bool:
     return bool(getattr(system, "is_costly", False))
 
 
-def can_save(system: System) -> bool:
-    """True if the system can be fitted on all rows and saved."""
-    return hasattr(system, "save")
-
-
 def curve_of(found: Compared, best: str, output: Path) -> dict[int, float]:
     """Returns the best system's mean score by the number of training rows; kept for a second call."""
-    system, rows = found.systems[best], found.rows
+    system, rows = found.systems[best], found.table.train
     key = hashlib.sha256(json.dumps([best, repr(system), rows.content()]).encode()).hexdigest()
     path = output / "scores" / f"curve-{key[:16]}.json"
     if is_costly(system):

@@ -9,17 +9,17 @@ import numpy as np
 from scipy.special import log_softmax, softmax
 
 from finetune.compare import Compared
-from finetune.results import scores_of
 from finetune.tables import aligned, markdown, write_csv
-from finetune.tasks import Task
 from multicls.cards import cell
 from multicls.console import count
 from multicls.evaluation import Rows, Scores, compare, verdict
-from multicls.files import atomic_write
+from multicls.files import atomic_folder, atomic_write
 from multicls.measures import Array, factor_of, predictions_of
 
 LISTED = 20  # rows of each list
 ALIKE = 0.95  # share of equal words from which on two rows to label are one
+ABOUT = "Folds: intervals are for new training rows and new rows."
+ABOUT_TEST = " Test: for new rows alone."
 PRECISIONS = (0.8, 0.9, 0.95, 0.99)  # of the abstention thresholds that are shown
 
 
@@ -28,32 +28,30 @@ def write_report(
 ) -> list[str]:
     """Writes report.md, the lists as CSV, and the model; returns the lines for the console."""
     scores = found.scores
+    rows = found.table.train
     lines = conclusion(found, best)
     table = score_table(found, best)
-    suspects = suspicious_labels(found.task, found.rows, scores[best])
-    steps = abstention(found.rows, scores[best])
+    suspects = suspicious_labels(rows, scores[best])
+    steps = abstention(rows, scores[best])
     save_best(found, best, fitted, steps, output)
+    by_size = curve_table(curve, rows.metric)
     sections = [
-        ("Systems", table, _about_table(found)),
-        (
-            "More labels",
-            curve_table(curve, found.rows.metric),
-            "Score of the best system by labels.",
-        ),
+        ("Systems", table, ABOUT + ABOUT_TEST * bool(found.tests)),
+        ("More labels", by_size, "Score of the best system by labels."),
         ("Labels to check", suspects, "The label that out-of-fold predictions doubt most, first."),
     ]
     if found.new is not None:
-        next_rows = rows_to_label(found.task, found.new, fitted)
+        next_rows = rows_to_label(found.new, fitted)
         sections.append(("Rows to label next", next_rows, "The least certain ones, none twice."))
-    if found.rows.kind == "class":
+    if rows.kind == "class":
         what = "Share of rows that get a label if only sure ones do (predict.py --precision)."
         sections.append(("Abstention", abstention_table(steps), what))
     with atomic_write(output / "report.md") as file:
-        file.write(f"# {cell(found.task.name)}\n\n{cell(' '.join(lines))}\n")
-        for title, rows, what in sections:
-            if len(rows) > 1:
-                file.write(f"\n## {title}\n\n{what}\n\n{markdown(rows)}\n")
-        notes = [f"- {cell(note)}" for note in found.notes]
+        file.write(f"# {cell(found.name)}\n\n{cell(' '.join(lines))}\n")
+        for title, listed, what in sections:
+            if len(listed) > 1:
+                file.write(f"\n## {title}\n\n{what}\n\n{markdown(listed)}\n")
+        notes = [f"- {cell(note)}" for note in found.table.notes]
         file.write("\n## Notes on the rows\n\n" + "\n".join(notes) + "\n")
     write_csv(output / "labels_to_check.csv", suspects)
     if found.new is not None:
@@ -63,7 +61,7 @@ def write_report(
 
 def conclusion(found: Compared, best: str) -> list[str]:
     """Returns in words which system to use, how good it is, and whether it is better than its rival."""
-    scores, rows = found.scores, found.rows
+    scores, rows = found.scores, found.table.train
     what = f"{rows.metric}, folds over {count(len(rows.targets), 'labelled row')}"
     lines = [f"Use {best}: {compare(scores[best]).score()} ({what})."]
     others = [name for name in scores if name != best and name != "majority"]
@@ -74,12 +72,11 @@ def conclusion(found: Compared, best: str) -> list[str]:
         change = compare(scores[best], scores[rival])
         lines.append(f"{change.verdict(best, rival)}.")
     if found.tests:
-        number = len(found.tests[best])
-        scored = [_test_scores(found, name) for name in (best, rival) if name]
-        lines.append(f"On {count(number, 'test row')}: {compare(scored[0]).score()}")
+        tests = found.tests
+        rows_of_test = count(len(tests[best].units), "test row")
+        lines.append(f"On {rows_of_test}: {compare(tests[best]).score()}")
         if rival:
-            change = compare(*scored)
-            lines[-1] += f"; {change.verdict(best, rival)}"
+            lines[-1] += f"; {compare(tests[best], tests[rival]).verdict(best, rival)}"
         lines[-1] += "."
     if "majority" in scores and best != "majority":
         change = compare(scores[best], scores["majority"])
@@ -89,15 +86,9 @@ def conclusion(found: Compared, best: str) -> list[str]:
     return lines
 
 
-def _test_scores(found: Compared, name: str) -> Scores:
-    assert found.test is not None
-    values = found.tests[name]
-    return scores_of([values], found.test.units, found.rows.metric)
-
-
 def score_table(found: Compared, best: str) -> list[list[str]]:
     """Returns the systems, the best first, with their scores and their difference to the best; a header first."""
-    metric = found.rows.metric
+    metric = found.table.train.metric
     header = ["system", f"{metric} (95 % interval)", f"against {best}"]
     if found.tests:
         header += [f"{metric}, test", "against it, test"]
@@ -106,15 +97,10 @@ def score_table(found: Compared, best: str) -> list[list[str]]:
         row = [name, compare(scores).score()]
         row.append("" if name == best else str(compare(scores, found.scores[best])))
         if found.tests:
-            own, other = _test_scores(found, name), _test_scores(found, best)
+            own, other = found.tests[name], found.tests[best]
             row += [compare(own).score(), "" if name == best else str(compare(own, other))]
         table.append(row)
     return table
-
-
-def _about_table(found: Compared) -> str:
-    covers = "Folds: intervals are for new training rows and new rows."
-    return covers + (" Test: for new rows alone." if found.tests else "")
 
 
 def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
@@ -124,7 +110,7 @@ def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
     return [["training rows", metric], *rows]
 
 
-def suspicious_labels(task: Task, rows: Rows, scores: Scores) -> list[list[str]]:
+def suspicious_labels(rows: Rows, scores: Scores) -> list[list[str]]:
     """Returns the rows whose label is the least likely by systems that have not seen it, the worst first."""
     assert scores.outputs is not None
     outputs = scores.outputs.mean(axis=0)
@@ -136,14 +122,14 @@ def suspicious_labels(task: Task, rows: Rows, scores: Scores) -> list[list[str]]
         doubt = logs.max(axis=1) - logs[every, rows.targets.astype(int)]
     else:
         doubt = np.where(rows.targets == 1, -outputs, outputs).max(axis=1)
-    names = names_of_rows(task, rows.kind, predictions_of(rows.kind, outputs))
-    labels = names_of_rows(task, rows.kind, rows.targets)
+    names = names_of(rows, predictions_of(rows.kind, outputs))
+    labels = names_of(rows, rows.targets)
     worst = [row for row in np.argsort(-doubt, kind="stable")[:LISTED] if names[row] != labels[row]]
     table = [[rows.places[n], labels[n], names[n], " | ".join(rows.texts[n])] for n in worst]
     return [["place", "label", "predicted", "text"], *table]
 
 
-def rows_to_label(task: Task, new: Rows, fitted: Any) -> list[list[str]]:
+def rows_to_label(new: Rows, fitted: Any) -> list[list[str]]:
     """Returns rows without labels whose label is the least certain; of rows that are nearly equal only one."""
     outputs = fitted.predict(new)
     if new.kind == "score":
@@ -161,16 +147,19 @@ def rows_to_label(task: Task, new: Rows, fitted: Any) -> list[list[str]]:
             words.append(own)
         if len(chosen) == LISTED:
             break
-    names = names_of_rows(task, new.kind, predictions_of(new.kind, outputs))
+    names = names_of(new, predictions_of(new.kind, outputs))
     table = [[new.places[n], names[n], " | ".join(new.texts[n])] for n in chosen]
     return [["place", "predicted", "text"], *table]
 
 
-def names_of_rows(task: Task, kind: str, values: Array) -> list[str]:
-    """Returns labels or predictions as people read them."""
-    from finetune.metrics import names_of
-
-    return names_of(task, values) if kind != "score" else [f"{value:g}" for value in values]
+def names_of(rows: Rows, values: Array) -> list[str]:
+    """Returns labels or predictions as people read them: names, several with commas, or scores."""
+    if rows.kind == "score":
+        return [f"{value:g}" for value in values]
+    if rows.kind == "class":
+        return [rows.classes[int(value)] for value in values]
+    classes = np.array(rows.classes, dtype=object)
+    return [", ".join(classes[marks == 1]) for marks in values]
 
 
 def abstention(rows: Rows, scores: Scores) -> list[list[float]]:
@@ -204,19 +193,24 @@ def abstention_table(steps: Sequence[Sequence[float]]) -> list[list[str]]:
 def save_best(
     found: Compared, best: str, fitted: Any, steps: list[list[float]], output: Path
 ) -> None:
-    """Saves the fitted system in `output`/model."""
-    from finetune.saved import save_system
-    from finetune.settings import safe_name
+    """Saves the fitted system in `output`/model with all that it needs."""
+    from finetune.saved import copy_encoder, write_record
+    from finetune.tuned import Tuned
+    from multicls.systems import Words
 
-    about: dict[str, Any] = {
-        "system": best,
+    rows, (name, _, _) = found.table.train, best.partition(" ")
+    loader = (
+        "words" if isinstance(fitted, Words) else "tuned" if isinstance(fitted, Tuned) else "linear"
+    )
+    more: dict[str, Any] = {
+        "name": best,
         "score": compare(found.scores[best]).score(),
-        "training_rows": len(found.rows.targets),
         "abstention": steps,
     }
-    if not hasattr(fitted, "fitted"):  # a fine-tuned model saves itself
-        fitted.save(output / "model")
-        return
-    source, max_length = found.encoders.get(best.partition(" ")[0], (None, 0))
-    topics = output / "cache" / f"{safe_name(best.partition(' ')[0])}-topics.safetensors"
-    save_system(fitted, output / "model", found.task, about, source, max_length, topics)
+    with atomic_folder(output / "model") as fresh:
+        fitted.save(fresh)
+        if loader == "linear":
+            encoder = found.encoders[name]
+            more["max_length"] = encoder.max_length
+            copy_encoder(fresh, encoder.folder, encoder.topics)
+        write_record(fresh, loader, rows.kind, rows.classes, found.table.fields, **more)

@@ -1,7 +1,7 @@
 """Turns rows into token ids: one sequence a row or a choice; spans become masks over tokens."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from finetune.tasks import Example, Task
-from multicls.console import count
 from multicls.errors import UserError
 
 CHUNK = 1000  # rows in a call of the tokenizer: it needs about 100 bytes for each of their tokens
@@ -24,7 +23,7 @@ class Encoded:
     question. Rows with choices or spans are not cut: one that is too long is a `UserError`.
 
     Attributes:
-        lengths: number of tokens of each row (of its first choice), `whole_lengths` before it was cut.
+        lengths: number of tokens of each row (of its first choice).
         labels: (N,) class indices, or scores divided by the task's scale; (N, C) 0.0 and 1.0 if a row
             has several labels.
     """
@@ -56,11 +55,6 @@ class Encoded:
             what = f"task {task.name}: a row with choices or marked words has {longest} tokens"
             raise UserError(f"{what}: raise --max_length (= {task.max_length}).")
         self.lengths = lengths[:: self.sequences_per_row]
-        self.whole_lengths = list(self.lengths)
-        for row, length in enumerate(self.lengths):
-            if options["truncation"] and length == task.max_length:  # only these may be cut
-                inputs = tokenizer(*examples[row].texts, verbose=False)
-                self.whole_lengths[row] = len(inputs["input_ids"])
         self.labels = _targets(task, examples)
 
     def __len__(self) -> int:
@@ -84,28 +78,13 @@ class Encoded:
         return inputs | {"labels": self.labels[list(rows)]}
 
 
-def notes_on_cuts(splits: Mapping[str, Encoded], hint: str = " (--max_length)") -> list[str]:
-    """Returns a note, which ends with the hint, if rows of a task's splits were longer than `max_length`; else none."""
-    limit, cuts, lengths = 0, list[str](), list[int]()
-    for name, rows in splits.items():
-        limit = rows.task.max_length
-        lengths += rows.whole_lengths
-        if cut := sum(length > limit for length in rows.whole_lengths):
-            cuts.append(f"{cut} of {count(len(rows), f'{name} row'.strip())}")
-    if not cuts:
-        return []
-    enough = max(limit, int(np.quantile(lengths, 0.95, method="higher")))
-    fit = f"95 % of all rows fit into {enough}{hint}"
-    return [f"{', '.join(cuts)} are longer than {limit} tokens and lose their end; {fit}"]
-
-
 def _targets(task: Task, examples: Sequence[Example]) -> Tensor:
     if task.multi_label:
         return torch.tensor([example.labels for example in examples])
     labels = np.array([example.label for example in examples])
     if not task.is_regression:
         return torch.tensor(labels, dtype=torch.long)
-    return torch.tensor(task.to_target(labels), dtype=torch.float32)
+    return torch.tensor(labels / task.label_scale, dtype=torch.float32)
 
 
 def _span_masks(inputs: Any, row: int, example: Example) -> Tensor:

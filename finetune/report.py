@@ -1,18 +1,16 @@
-"""Reports on a results folder: a table on the console, as Markdown and as HTML, and the scores of all runs as CSV.
+"""Reports on a results folder: a table on the console and as Markdown, and the scores of all runs as CSV.
 
 python finetune/report.py results
 python finetune/report.py results --compare k5-mean k5-multicls --task rte cola
-python finetune/report.py results --split dev --output report
 """
 
-import html
 import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
@@ -20,27 +18,33 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from finetune.results import Record, load_predictions, load_results, scores_of, unfinished_runs
+from finetune.results import (
+    Record,
+    differences,
+    load_results,
+    read_predictions,
+    scores_of,
+    unfinished_runs,
+)
 from finetune.tables import aligned, markdown, write_csv
-from finetune.tasks import Array, task_of
+from finetune.tasks import Array
 from multicls.cards import cell
 from multicls.console import count, print_summary
 from multicls.errors import UserError, did_you_mean, run_command
 from multicls.evaluation import Difference, Scores, compare
 from multicls.files import atomic_write
-from multicls.measures import larger_is_better
 from multicls.settings import Settings, parse
 
 AVERAGE = "average"  # of the tasks
 VALUES = ("values", "guesses")  # of a run
 UNITS = {"pretraining": "pretrained checkpoint", "subset": "training subset", "seed": "seed"}
 NOTES = 20  # most notes on rows
-PAGE = Path(__file__).with_name("report.html")
+HEADER = ["task", "train rows", "system", "score (95 % interval)", "against first", "replicates"]
 ABOUT = """
 Scores are in percent, with 95 % intervals for new rows and for other replicates of the kind that the last column names;
 those of one replicate are for new rows alone. Differences are in points; positive is better than the first system. The
 first system is the best one, a choice by these very rows; --compare FIRST SECOND chooses before you look. Each interval
-holds by itself. Without a test file dev gives the scores.
+holds by itself.
 """
 
 
@@ -48,10 +52,8 @@ class ReportOptions(Settings):
     """Options of the command."""
 
     results: CliPositionalArg[str] = Field(description="a results folder")
-    output: str | None = Field(None, description="folder for the report; default: RESULTS")
     compare: list[str] = Field([], description="these systems only; differences are to the first")
     task: list[str] = Field([], description="report these tasks only")
-    split: Literal["dev", "test"] | None = Field(None, description="default: test, where it exists")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Group:
     subset, with one subset a seed. Runs inside a replicate are averaged: they are no independent evidence.
 
     Attributes:
-        rows: Number and split of the scored rows, in words.
+        rows: Number of the scored rows, in words.
         replicates: Their number and kind, in words.
         scores: One value per replicate and scored row.
         guesses: Those of the majority class of each replicate.
@@ -82,16 +84,14 @@ class Group:
     def order(self) -> tuple[str, float, float]:
         """The key that sorts groups: by task and training rows, the best system first."""
         size = math.inf if self.size == "full" else int(self.size.partition("-")[0])
-        return self.task, size, -larger_is_better(self.scores.metric, self.scores.mean)
+        return self.task, size, -self.scores.mean
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a report: lines in words, the groups, and a table of text with a header."""
+    """The content of a report: lines in words, the groups, and tables of text with a header."""
 
-    verdicts: list[str]
-    warnings: list[str]
-    notes: list[str]
+    lines: list[str]
     groups: list[Group]
     table: list[list[str]]
     runs: list[list[str]]
@@ -100,42 +100,19 @@ class Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     options = parse(ReportOptions, argv, prog="finetune/report.py", doc=__doc__)
-    folder, output = Path(options.results), Path(options.output or options.results)
-    report = build_report(folder, options.task, options.compare, options.split)
-    print("\n".join([*report.verdicts, "", *aligned(report.table)]))
-    print("".join(f"warning: {warning}\n" for warning in report.warnings))
-    lines = [*report.verdicts, *(f"warning: {text}" for text in report.warnings)]
-    lines += [f"note: {text}" for text in report.notes]
-    with atomic_write(output / "report.md") as file:
-        listed = "\n".join(f"- {cell(line)}" for line in lines)
+    folder = Path(options.results)
+    report = build_report(folder, options.task, options.compare)
+    print("\n".join([*report.lines, "", *aligned(report.table)]))
+    with atomic_write(folder / "report.md") as file:
+        listed = "\n".join(f"- {cell(line)}" for line in report.lines)
         file.write(f"# Results\n\n{listed}\n\n{markdown(report.table)}\n{ABOUT}")
-    with atomic_write(output / "report.html") as file:
-        listed = "\n".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        page = PAGE.read_text(encoding="utf-8").replace("LINES", listed).replace("ABOUT", ABOUT)
-        file.write(page.replace("TABLE", _html(report.table)))
-    write_csv(output / "runs.csv", report.runs)
-    made = [("report", output / "report.md"), ("page", output / "report.html")]
-    print_summary([*made, ("scores of all runs", output / "runs.csv")])
+    write_csv(folder / "runs.csv", report.runs)
+    print_summary([("report", folder / "report.md"), ("scores of all runs", folder / "runs.csv")])
     return 0
 
 
-def _html(table: list[list[str]]) -> str:
-    lines = []
-    for number, row in enumerate(table):
-        tag = "td" if number else "th"
-        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row))
-    return "\n".join(lines)
-
-
-def build_report(
-    folder: Path,
-    tasks: Sequence[str] = (),
-    systems: Sequence[str] = (),
-    split: str | None = None,
-) -> Report:
+def build_report(folder: Path, tasks: Sequence[str] = (), systems: Sequence[str] = ()) -> Report:
     """Returns the report of a results folder, on these tasks and systems (default: all).
-
-    Test rows give the scores where a task has them, unless the split is "dev".
 
     Raises:
         UserError: There is no finished run, a name is unknown, or runs of a task have different rows.
@@ -145,20 +122,17 @@ def build_report(
     _check_names("--compare", systems, [run["system"] for run in found])
     found = [run for run in found if run["task"] in (tasks or [run["task"]])]
     found = [run for run in found if run["system"] in (systems or [run["system"]])]
-    runs = [scored_run(run) for run in choose_candidates(with_split(found, split))]
+    check_rows(found)
+    runs = [with_values(run) for run in choose_candidates(found)]
     groups = make_groups([*runs, *averages(runs)])
     groups.sort(key=lambda group: group.order)
     if systems:
         groups.sort(key=lambda group: (group.order[:2], systems.index(group.system)))
-    notes = dict.fromkeys(f"{run['task']}: {note}" for run in runs for note in run["notes"])
-    return Report(
-        verdicts(groups),
-        find_warnings(runs) + unfinished_runs(folder),
-        list(notes)[:NOTES],
-        groups,
-        score_table(groups),
-        table_of_runs(runs),
-    )
+    notes = dict.fromkeys(f"note: {run['task']}: {note}" for run in runs for note in run["notes"])
+    warnings = [f"warning: {line}" for line in find_warnings(runs) + unfinished_runs(folder)]
+    verdicts, table = compare_groups(groups)
+    lines = [*verdicts, *warnings, *list(notes)[:NOTES]]
+    return Report(lines, groups, table, table_of_runs(runs))
 
 
 def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -166,21 +140,16 @@ def _check_names(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
         raise UserError(f"{flag} {name}: no run of it.{did_you_mean(name, set(known))}")
 
 
-def with_split(runs: Sequence[Record], split: str | None) -> list[Record]:
-    """Returns the runs with the `split` that scores them: test if all runs of the task have it; checks their rows."""
-    chosen = list[Record]()
-    for task in dict.fromkeys(run["task"] for run in runs):
-        of_task = [run for run in runs if run["task"] == task]
-        has_test = all("test" in run["splits"] for run in of_task)
-        if split == "test" and not has_test:
-            raise UserError(f"--split test: not all runs of {task} have test rows; leave it out.")
-        other = next((r for r in of_task if r["data_sha256"] != of_task[0]["data_sha256"]), None)
-        if other:
-            paths = f"{of_task[0]['path']} and {other['path']}"
-            raise UserError(f"task {task}: {paths} read different rows: scores do not compare.")
-        name = split or ("test" if has_test else "dev")
-        chosen += [run | {"split": name} for run in of_task]
-    return chosen
+def check_rows(runs: Sequence[Record]) -> None:
+    """Refuses runs of a task that read different rows."""
+    first = dict[str, Record]()
+    for run in runs:
+        other = first.setdefault(run["task"], run)
+        if run["data_sha256"] != other["data_sha256"]:
+            paths = f"{other['path']} and {run['path']}"
+            raise UserError(
+                f"task {run['task']}: {paths} read different rows: scores do not compare."
+            )
 
 
 def choose_candidates(runs: Sequence[Record]) -> list[Record]:
@@ -200,18 +169,11 @@ def choose_candidates(runs: Sequence[Record]) -> list[Record]:
     return [run for group in found.values() for run in max(group.values(), key=merit)]
 
 
-def scored_run(run: Record) -> Record:
-    """Returns the run with the `values` of its main metric on the scored rows, its `guesses`, and the rows' `units`."""
-    from finetune.metrics import main_values
-
-    task = task_of(run["description"])
-    arrays = load_predictions(Path(run["path"]), run["task"])[run["split"]]
-    values, units = main_values(task, arrays)
-    output = np.array(run["splits"][run["split"]]["majority"])
-    guesses, _ = main_values(
-        replace(task, cuts=()), arrays | {"logits": np.tile(output, (len(values), 1))}
-    )
-    rows = count(len(values), f"{run['split']} row")
+def with_values(run: Record) -> Record:
+    """Returns the run with the `values` of its main metric on the dev rows, its `guesses`, and the rows' `units`."""
+    table = read_predictions(Path(run["path"]), run["task"])
+    values, guesses = (table[name].to_numpy(float) for name in ("value", "guess"))
+    rows, units = count(len(table), "dev row"), table["unit"].to_numpy(str)
     return run | {"values": values, "guesses": guesses, "units": units, "rows": rows}
 
 
@@ -226,16 +188,9 @@ def averages(runs: Sequence[Record]) -> Iterator[Record]:
         if len(of_tasks) == len(tasks) > 1:
             joined = {name: _averaged([run[name] for run in of_tasks]) for name in VALUES}
             units = [f"{run['task']} {unit}" for run in of_tasks for unit in run["units"]]
-            yield (
-                of_tasks[0]
-                | joined
-                | {
-                    "task": AVERAGE,
-                    "metric": f"mean of {len(tasks)} tasks",
-                    "units": np.array(units),
-                    "rows": count(len(units), "row"),
-                }
-            )
+            name, rows = f"mean of {len(tasks)} tasks", count(len(units), "row")
+            about = {"task": AVERAGE, "metric": name, "units": np.array(units), "rows": rows}
+            yield of_tasks[0] | joined | about
 
 
 def _averaged(values: Sequence[Array]) -> Array:
@@ -297,74 +252,60 @@ def _taken(group: Group, rows: list[int]) -> Scores:
     return replace(group.scores, draws=group.scores.draws[rows])
 
 
-def _families(groups: Sequence[Group]) -> list[list[Group]]:
-    """Returns the groups of each task and size, in their order."""
-    found = defaultdict[tuple[str, str], list[Group]](list)
+def compare_groups(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Returns a verdict for each task and size, and a table: a row for each system and for the majority class.
+
+    A verdict is how good the first system is, whether it is better than the second, and which systems are not
+    distinguishable from guessing.
+    """
+    families = defaultdict[tuple[str, str], list[Group]](list)
     for group in groups:
-        found[group.task, group.size].append(group)
-    return list(found.values())
-
-
-def score_table(groups: Sequence[Group]) -> list[list[str]]:
-    """Returns a header, and a row for each task, size and system and for the majority class."""
-    rows = [
-        ["task", "train rows", "system", "score (95 % interval)", "against first", "replicates"]
-    ]
-    for first, *others in _families(groups):
-        name = f"{first.task} ({first.scores.metric}, {first.rows})"
-        for group in (first, *others):
-            change = "" if group is first else str(difference(group, first))
-            score = compare(group.scores).score()
-            rows.append([name, group.size, group.system, score, change, group.replicates])
-        guess = compare(first.guesses).score()
-        change = str(compare(first.guesses, first.scores))
-        rows.append([name, first.size, "majority class", guess, change, ""])
-    return rows
-
-
-def verdicts(groups: Sequence[Group]) -> list[str]:
-    """Returns a line for each task and size: how good the first system is, whether better than the second, and which
-    systems are not distinguishable from guessing."""
-    lines = list[str]()
-    for family in _families(groups):
-        first = family[0]
-        what = f"{first.task}, {first.size} rows: {first.system}"
-        line = f"{what} {compare(first.scores).score()} ({first.scores.metric}, {first.rows})."
-        if family[1:]:
-            second = family[1]
-            line += f" {difference(first, second).verdict(first.system, second.system)}."
+        families[group.task, group.size].append(group)
+    lines, table = list[str](), [HEADER]
+    for (task, size), family in families.items():
+        first, rows = family[0], f"{family[0].scores.metric}, {family[0].rows}"
+        line = f"{task}, {size} rows: {first.system} {compare(first.scores).score()} ({rows})."
+        changes = {group.system: difference(group, first) for group in family[1:]}
+        for second in family[1:2]:
+            change = difference(first, second).verdict(first.system, second.system)
+            line += f" {change}."
         guessing = [g.system for g in family if not compare(g.scores, g.guesses).low > 0]
         if guessing:
             line += f" Not distinguishable from guessing the majority class: {', '.join(guessing)}."
         lines.append(line)
-    return lines
+        name = f"{task} ({rows})"
+        for group in family:
+            score, change = compare(group.scores).score(), str(changes.get(group.system, ""))
+            table.append([name, size, group.system, score, change, group.replicates])
+        guess, change = compare(first.guesses).score(), str(compare(first.guesses, first.scores))
+        table.append([name, size, "majority class", guess, change, ""])
+    return lines, table
 
 
 def find_warnings(runs: Sequence[Record]) -> list[str]:
     """Returns warnings that change how the table is to be read."""
-    warnings = dict[str, None]()
-    groups = defaultdict[Any, list[dict[str, str]]](list)
+    warnings, settings_of = dict[str, None](), defaultdict[str, list[Record]](list)
     for run in runs:
-        if run["split"] == "dev" and run["selection"] == "dev":
+        if run["selection"] == "dev":
             what = "dev picked the checkpoint and gave the score: optimistic."
             warnings[f"{run['task']}: {what}"] = None
-        settings = {name: str(value) for name, value in run["settings"].items()}
-        groups[run["system"], run["task"], run["train_size"]].append(settings)
-    for (system, task, size), settings_of_runs in groups.items():
-        names = sorted({name for settings in settings_of_runs for name in settings})
-        mixed = [n for n in names if len({settings.get(n) for settings in settings_of_runs}) > 1]
+        settings_of[f"{run['system']} on {run['task']}, {run['train_size']} rows"].append(run)
+    for what, of_system in settings_of.items():
+        first = of_system[0]
+        mixed = {
+            name for run in of_system for name in differences(first, {"settings": run["settings"]})
+        }
         if mixed:
-            what = f"its runs differ in {', '.join(mixed)}."
-            warnings[f"{system} on {task}, {size} rows: {what}"] = None
+            warnings[f"{what}: its runs differ in {', '.join(sorted(mixed))}."] = None
     return list(warnings)
 
 
 def table_of_runs(runs: Sequence[Record]) -> list[list[str]]:
     """Returns a header, and a row for each run and metric, as fractions of 1."""
-    keys = ("task", "train_size", "system", "pretraining", "subset", "seed", "candidate", "split")
+    keys = ("task", "train_size", "system", "pretraining", "subset", "seed", "candidate")
     rows = [[*keys, "train_rows", "seconds", "metric", "score", "majority class"]]
     for run in runs:
-        found = run["splits"][run["split"]]
+        found = run["splits"]["dev"]
         cells = [run[key] for key in (*keys, "train_rows", "seconds")]
         for metric, score in found["scores"].items():
             rows.append([*map(str, cells), metric, f"{score}", f"{found['baselines'][metric]}"])

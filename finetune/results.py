@@ -6,53 +6,41 @@ failed.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from scipy.special import logit
 
 from finetune.heads.build import save_fine_tuned
 from finetune.settings import RunSettings
-from finetune.tasks import (
-    TASKS,
-    TEXT_FIELDS,
-    Array,
-    Example,
-    Task,
-    TaskData,
-    example_arrays,
-    task_of,
-)
-from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
+from finetune.tasks import Array, TaskData
+from multicls.cards import cell
 from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.evaluation import Scores, compare
-from multicls.files import atomic_write, lock_holder, read_json, write_json
-from multicls.measures import LOWER_IS_BETTER, factor_of, larger_is_better
+from multicls.files import atomic_folder, atomic_write, lock_holder, read_json, write_json
+from multicls.labels import LabelType
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from transformers import PreTrainedTokenizerBase
 
     from finetune.heads.modeling_task import TaskModel
 
 Record = dict[str, Any]
-Predictions = Mapping[str, Mapping[str, Array]]  # of a task by split; see `example_arrays`
-Scored = Sequence[tuple[Task, Predictions]]  # of each task, with the thresholds that are fitted
-FORMAT = 7
+FORMAT = 8
 RECORD, SETTINGS, ERROR = "record.json", "settings.yaml", "error.json"
 PREDICTIONS = "predictions.parquet"
 HASHES = {  # in words
-    "data_sha256": "other rows: the tables or the way they are read have changed; name other tables by --task_name",
+    "data_sha256": "other rows: the files of --data_dir or the way they are read have changed",
     "weights_sha256": "other weights, configuration or tokenizer in the model's folder",
 }
 
 
 class TrainedSystem(NamedTuple):
-    """A trained or fitted system."""
+    """A trained system."""
 
     outputs: list[dict[str, Array]]  # of each task (N, C) by split, without "train"
     fields: dict[str, Any]  # of the record, on training
@@ -64,12 +52,9 @@ def write_run(
     settings: RunSettings, rows: Sequence[TaskData], system: TrainedSystem, identity: Record
 ) -> Record:
     """Scores a run and writes its folder: its model, if it is to be saved, predictions and recipe, its record last."""
-    folder = settings.folder
-    entries, tasks = list[Record](), list[tuple[Task, Predictions]]()
-    for part, of in zip(rows, system.outputs, strict=True):
-        arrays = {split: example_arrays(part.splits[split], logits) for split, logits in of.items()}
-        entries.append(_task_entry(part, arrays))
-        tasks.append((task_of(entries[-1]["description"]), arrays))
+    import pandas as pd
+
+    folder, tables = settings.folder, list[pd.DataFrame]()
     names = {"head", "model", "selection", "pretraining", "seed", "search"}
     record = {
         **settings.model_dump(mode="json", include=names),
@@ -79,85 +64,79 @@ def write_run(
         "train_size": str(settings.train_size),
         # All subsets of all rows are the same.
         "subset": settings.subset if any(part.is_subset for part in rows) else 1,
-        "tasks": entries,
+        "tasks": [],
         **environment_record(),
         **system.fields,
         **identity,
     }
+    for part, outputs in zip(rows, system.outputs, strict=True):
+        splits = {split: score_split(part, split, values) for split, values in outputs.items()}
+        tables += [table for _, table in splits.values()]
+        record["tasks"].append(
+            {
+                "task": part.task.name,
+                "metric": part.task.metrics[0],
+                "train_rows": len(part.train),
+                "splits": {split: entry for split, (entry, _) in splits.items()},
+                "notes": part.notes,
+            }
+        )
     if settings.save_model:
-        save_calibrated(system, folder / "model", record, tasks)
-    write_predictions(folder / PREDICTIONS, tasks)
+        save_model(system, rows, settings, record)
+    with atomic_write(folder / PREDICTIONS, "wb") as file:
+        pd.concat(tables).to_parquet(file, index=False, compression="zstd")
     with atomic_write(folder / SETTINGS) as file:
         file.write(to_yaml(settings))
     write_json(folder / RECORD, record)
     (folder / ERROR).unlink(missing_ok=True)
-    remove_checkpoints(folder)
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
     return record
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Removes the checkpoints of a run that has finished."""
-    for path in folder.glob("checkpoint-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def score_split(rows: TaskData, split: str, outputs: Array) -> tuple[Record, "DataFrame"]:
+    """Returns the scores of a split (fractions of 1) beside those of the majority class, and a table of its rows.
 
+    The columns are task, split, id, text, label and predicted (names, or scores), outputs (a list), unit, and for the
+    report the values of the main metric, whose mean is the score: `value`, and `guess` of the majority class.
+    """
+    import pandas as pd
 
-def save_calibrated(system: TrainedSystem, folder: Path, record: Record, tasks: Scored) -> None:
-    """Saves the model with the temperature and thresholds of a run, and its card; see `model_card`."""
-    model = system.model
-    assert model and system.tokenizer
-    for number, entry in enumerate(record["tasks"]):
-        for parameter in model.classifiers[number].parameters():
-            parameter.data /= entry["temperature"] or 1.0
-    model.config.thresholds = [entry["thresholds"] for entry in record["tasks"]]
-    save_fine_tuned(model, system.tokenizer, folder, model_card(record, tasks))
+    from finetune.metrics import (
+        labels_of,
+        majority_output,
+        metric_values,
+        names_of,
+        predictions_of,
+        score_predictions,
+    )
 
-
-def _task_entry(rows: TaskData, predictions: Predictions) -> dict[str, Any]:
-    """Returns what one task was, its scores on each split (fractions of 1), and its calibration by validation."""
-    from finetune.calibration import fit_temperature, fit_thresholds
-
-    task, train = rows.task, [*rows.train, *rows.validation]
-    temperature, thresholds, cut = None, list[float](), task
-    if held := predictions.get("validation"):
-        temperature = fit_temperature(task, held["logits"], held["labels"])
-        if task.multi_label:
-            thresholds = fit_thresholds(held["logits"] / temperature, held["labels"])
-            cuts = (temperature * logit(np.array(thresholds))).tolist()
-            cut = replace(task, cuts=tuple(cuts))
-    return {
-        "task": task.name,
-        "metric": task.metrics[0],
-        "train_rows": len(rows.train),
-        "splits": {
-            # The rows that fitted the thresholds cannot judge them.
-            split: _split_entry(task if split == "validation" else cut, arrays, train, rows, split)
-            for split, arrays in predictions.items()
-        },
-        "description": cut.describe(),
-        "notes": rows.notes,
-        "temperature": temperature,
-        "thresholds": thresholds,
-    }
-
-
-def _split_entry(
-    task: Task, arrays: Mapping[str, Array], train: list[Example], rows: TaskData, split: str
-) -> dict[str, Any]:
-    """Returns the scores of a run on a split, and those of the majority class with its output."""
-    from finetune.metrics import main_values, majority_output, score_predictions
-
-    values, units = main_values(task, arrays)
-    main = task.metrics[0]
-    change = compare(scores_of([values], units, main))
-    output = majority_output(rows.task, train, rows.splits[split])
-    guesses = {**arrays, "logits": np.tile(output, (len(values), 1))}
-    return {
+    task, examples = rows.task, rows.splits[split]
+    values = metric_values(task, task.metrics[0], examples, outputs)
+    majority = majority_output(task, [*rows.train, *rows.validation], examples)
+    guesses = np.tile(majority, (len(examples), 1))
+    table = pd.DataFrame(
+        {
+            "task": task.name,
+            "split": split,
+            "id": [example.id for example in examples],
+            "text": ["\n".join(example.texts) for example in examples],
+            "label": names_of(task, labels_of(examples)),
+            "predicted": names_of(task, predictions_of(task, outputs)),
+            "outputs": list(outputs),
+            "unit": [example.unit for example in examples],
+            "value": values,
+            "guess": metric_values(task, task.metrics[0], examples, guesses),
+        }
+    )
+    change = compare(scores_of([values], table["unit"].to_numpy(str), task.metrics[0]))
+    entry = {
         "rows": len(values),
-        "interval": [change.low, change.high if main in LOWER_IS_BETTER else min(1.0, change.high)],
-        "scores": score_predictions(task, arrays),
-        "majority": output.tolist(),
-        "baselines": score_predictions(rows.task, guesses),
+        "interval": [change.low, min(1.0, change.high)],
+        "scores": score_predictions(task, examples, outputs),
+        "baselines": score_predictions(task, examples, guesses),
     }
+    return entry, table
 
 
 def scores_of(values: Sequence[Array], units: Array, metric: str) -> Scores:
@@ -167,34 +146,34 @@ def scores_of(values: Sequence[Array], units: Array, metric: str) -> Scores:
     return Scores(np.zeros((0, draws.shape[1])), draws, numbers, metric=metric)
 
 
-def model_card(record: Record, tasks: Scored) -> str:
-    """Returns the card of a saved model as Markdown with the Hub's metadata."""
-    from huggingface_hub import ModelCard, ModelCardData
+def save_model(
+    system: TrainedSystem, rows: Sequence[TaskData], settings: RunSettings, record: Record
+) -> None:
+    """Saves the model of a run with its card, and for predict.py what its task is, if it is one of plain texts."""
+    from finetune.saved import model_card, write_record
 
-    inherited, task, head = inherited_metadata(record["model"]), tasks[0][0], record["head"]
-    hubs = [TASKS[part.name].hub for part, _ in tasks if part.name in TASKS]
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag=None if task.num_choices or task.num_spans else "text-classification",
-        tags=["text-classification"],
-        datasets=sorted({hub[0] for hub in hubs if hub}) or None,
-        **inherited,
+    assert system.model and system.tokenizer
+    tasks = [part.task for part in rows]
+    lines = ["| task | metric | dev rows | this model | majority class |", "|---|---|---|---|---|"]
+    for entry in record["tasks"]:
+        dev = entry["splits"]["dev"]
+        for metric, score in dev["scores"].items():
+            guess = dev["baselines"][metric]
+            cells = f"{cell(entry['task'])} | {metric} | {dev['rows']}"
+            lines.append(f"| {cells} | {100 * score:.1f} | {100 * guess:.1f} |")
+    if settings.selection == "dev":
+        lines += ["", "The dev rows also picked the checkpoint, which is optimistic."]
+    hubs = sorted(task.hub[0] for task in tasks if task.hub)
+    recipe = to_yaml(settings.model_copy(update={"model": "", "data_dir": None, "output_dir": ""}))
+    card = model_card(
+        settings.model, settings.head, tasks, "\n".join(lines), recipe, datasets=hubs or None
     )
-    papers = [METHOD] * (METHOD in head + record["settings"]["pooling"]) + [head]
-    card = ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("card.md.jinja")),
-        cell=cell,
-        factor_of=factor_of,
-        larger_is_better=larger_is_better,
-        start=model_link(inherited),
-        record=record,
-        task=task,
-        license=inherited.get("license_name") or inherited.get("license"),
-        transformers=TRANSFORMERS,
-        citations=[PAPERS[name] for name in dict.fromkeys(papers) if name in PAPERS],
-    )
-    return str(card)
+    with atomic_folder(settings.folder / "model") as fresh:
+        save_fine_tuned(system.model, system.tokenizer, fresh, card)
+        task = tasks[0]
+        if len(tasks) == 1 and not (task.num_choices or task.num_spans):
+            kind: LabelType = "score" if task.is_regression else "class"
+            write_record(fresh, "tuned", kind, task.labels, task.fields)
 
 
 def read_record(folder: Path) -> Record | None:
@@ -232,7 +211,7 @@ def differences(before: Record, now: Record) -> dict[str, str]:
 def write_error(run: RunSettings, kind: str, error: BaseException) -> None:
     """Writes why a run is not finished; its `kind` is "incompatible" (by design) or "failed"."""
     reason = str(error) if kind == "incompatible" else f"{type(error).__name__}: {error}"
-    write_json(run.folder / ERROR, {"kind": kind, "error": reason, "settings": run.compared()})
+    write_json(run.folder / ERROR, {"kind": kind, "error": reason})
 
 
 def run_state(folder: Path) -> tuple[str, str]:
@@ -249,54 +228,21 @@ def run_state(folder: Path) -> tuple[str, str]:
     return found["kind"], found["error"]
 
 
-def write_predictions(path: Path, tasks: Scored) -> None:
-    """Writes a row for each evaluated example, for people and `load_predictions`.
-
-    Columns: task, split, label and predicted (names, or scores), target and outputs (lists of numbers), and the fields
-    of `example_arrays`.
-    """
+def read_predictions(folder: Path, task: str, split: str = "dev") -> "DataFrame":
+    """Returns the rows of a task's split with a run's predictions (`score_split`); a missing file is a `UserError`."""
     import pandas as pd
 
-    from finetune.metrics import names_of, predictions_of
-
-    tables = list[pd.DataFrame]()
-    for task, splits in tasks:
-        for split, arrays in splits.items():
-            columns: dict[str, Any] = {name: arrays[f"{name}s"] for name in ("text", *TEXT_FIELDS)}
-            predicted = predictions_of(task, arrays["logits"])
-            columns |= {
-                "label": names_of(task, arrays["labels"]),
-                "predicted": names_of(task, predicted),
-                "target": list(arrays["labels"].reshape(len(predicted), -1)),
-                "outputs": list(arrays["logits"]),
-            }
-            tables.append(pd.DataFrame({"task": task.name, "split": split} | columns))
-    with atomic_write(path, "wb") as file:
-        pd.concat(tables).to_parquet(file, index=False, compression="zstd")
-
-
-def load_predictions(folder: Path, task: str) -> dict[str, dict[str, Array]]:
-    """Returns the predictions of a run for a task, by split and name; a missing file is a `UserError`."""
-    import pandas as pd
-
-    path, splits = folder / PREDICTIONS, dict[str, dict[str, Array]]()
+    path = folder / PREDICTIONS
     if not path.exists():
         raise UserError(f"{path} is missing; delete this folder and run it again.")
-    table = pd.read_parquet(path, filters=[("task", "==", task)])
-    for split, rows in table.groupby("split", sort=False):
-        arrays = {f"{name}s": rows[name].to_numpy(dtype=object) for name in (*TEXT_FIELDS, "text")}
-        arrays["logits"] = np.stack(list(rows["outputs"])).astype(np.float32)
-        targets = np.stack(list(rows["target"])).astype(float)
-        arrays["labels"] = targets if targets.shape[1] > 1 else targets[:, 0]  # several labels
-        splits[str(split)] = arrays
-    return splits
+    return pd.read_parquet(path, filters=[("task", "==", task), ("split", "==", split)])
 
 
 def load_results(folder: Path) -> list[Record]:
     """Returns all finished runs, one for each run and task, with the fields of the record and `selection_score`.
 
-    `selection_score` is the main score on the rows that picked the checkpoint, the larger the better. Of runs that
-    differ in the number of a subset of all rows only the first counts.
+    `selection_score` is the main score on the rows that picked the checkpoint. Of runs that differ in the number of a
+    subset of all rows only the first counts.
 
     Raises:
         UserError: The folder has no finished run.
@@ -307,8 +253,7 @@ def load_results(folder: Path) -> list[Record]:
         record = read_record(path.parent) or {}
         for entry in record["tasks"]:
             picking = entry["splits"].get("validation", entry["splits"]["dev"])
-            score = picking["scores"][entry["metric"]]
-            run = record | entry | {"selection_score": larger_is_better(entry["metric"], score)}
+            run = record | entry | {"selection_score": picking["scores"][entry["metric"]]}
             runs.setdefault(repr([run[key] for key in keys]), run)
     if not runs:
         what = "no finished run" if folder.is_dir() else "no such folder"

@@ -1,7 +1,6 @@
 """Fine-tunes a model on a task and keeps scores, predictions and curves in one folder.
 
 python finetune/run.py --model runs/sample/hf --task rte --train_size 100 --head mean --seed 1 --data_dir glue
-python finetune/run.py --model runs/sample/hf --train_file tickets.csv --head mean --save_model
 deepspeed --num_gpus 2 finetune/run.py --config ds_configs/zero2.json --model sample --task rte --head cls
 """
 
@@ -18,27 +17,24 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 from finetune.benchmark_tasks import read_task
-from finetune.heads.build import build_model, checkpoint_sha256
-from finetune.own_data import load_own
-from finetune.predict import predict_command
+from finetune.heads.build import build_model, find_checkpoint
 from finetune.results import Record, TrainedSystem, finished_record, write_run
-from finetune.settings import RECIPES, SHORTCUTS, OwnDataSettings, RunSettings
+from finetune.settings import RECIPES, SHORTCUTS, RunSettings
 from finetune.subsets import select_rows
 from finetune.tasks import TASKS, TaskData
 from multicls.console import count, print_line, print_summary
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed, rank_and_world
-from multicls.errors import UserError, first_line, run_command
+from multicls.embeddings import model_sha256
+from multicls.errors import UserError, run_command
 from multicls.files import locked
-from multicls.measures import factor_of
 from multicls.settings import parse
 
 HELP = {
-    "data": "own.train_file own.test_file own.text_column own.label_column task data_dir train_size",
+    "data": "task data_dir train_size",
     "model": "model head",
     "training": "recipe train.learning_rate train.epochs train.batch_size",
     "output": "output_dir save_model print_config",
 }
-FEWEST = 8  # rows of one's own to train on
 _printed = set[str]()
 
 
@@ -55,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     record = run_finetune(settings)
     if rank_and_world()[0] == 0:
-        model, command = Path(record["path"], "model"), ""
-        if model.is_dir():
-            command = predict_command(model, record, settings.own.test_file or "ROWS.csv")
-        command = command or f"python finetune/report.py {shlex.quote(settings.output_dir)}"
-        print_summary([("run", record["path"])], command)
+        command = f"python finetune/report.py {shlex.quote(settings.output_dir)}"
+        model = Path(record["path"], "model")
+        made = [("run", record["path"]), *([("model", model)] if model.is_dir() else [])]
+        print_summary(made, command)
     if rank_and_world()[1] > 1 or settings.config:
         leave_deepspeed()
     return 0
@@ -78,10 +73,6 @@ def run_finetune(settings: RunSettings) -> Record:
     is_first, holdout = rank_and_world()[0] == 0, settings.selection == "holdout"
     data = load_tasks(settings)
     rows = [select_rows(part, settings.train_size, settings.subset, holdout) for part in data]
-    if settings.own.train_file and (few := len(rows[0].train)) < FEWEST:
-        raise UserError(
-            f"{settings.own.train_file}: {count(few, 'row')} to train on; set {FEWEST}."
-        )
     identity = identify(settings, data)
     with locked(settings.folder) if is_first else nullcontext():
         record = on_rank_0(lambda: finished_record(settings, identity))
@@ -96,49 +87,53 @@ def run_finetune(settings: RunSettings) -> Record:
     return record
 
 
-def _print_notes(notes: Sequence[str], what: str = "") -> None:
-    """Prints notes that this process has not printed yet, or none on `what`: a grid has many runs on the same rows."""
+def _print_notes(notes: Sequence[str]) -> None:
+    """Prints notes that this process has not printed yet: a grid has many runs on the same rows."""
     for note in notes:
-        if (what or note) not in _printed and rank_and_world()[0] == 0:
+        if note not in _printed and rank_and_world()[0] == 0:
             print_line(f"note: {note}")
-        _printed.add(what or note)
+        _printed.add(note)
 
 
 def _print_scores(record: Record) -> None:
-    """Prints the scores on dev and test, with the number of their rows, and those of the majority class."""
-    picked = record["selection"] == "dev"
+    """Prints the scores on dev with their intervals for new rows, and those of the majority class."""
+    picked = (
+        ", which also picked the checkpoint: optimistic" if record["selection"] == "dev" else ""
+    )
     for entry in record["tasks"]:
-        for split, found in entry["splits"].items():
-            if split == "validation":
-                continue
-            rows = f"{split}, {count(found['rows'], 'row')}"
-            if split == "dev" and picked:
-                rows += ", which also picked the checkpoint: optimistic"
-            scored = {rows: found["scores"], f"majority class on {split}": found["baselines"]}
-            for what, scores in scored.items():
-                values = "  ".join(f"{n} {factor_of(n) * value:.2f}" for n, value in scores.items())
-                print_line(f"{record['system']} on {entry['task']}, {what}: {values}")
-            low, high = (factor_of(entry["metric"]) * end for end in found["interval"])
-            print_line(f"95 % interval of {entry['metric']} for new rows: {low:.2f} to {high:.2f}")
+        dev, metric = entry["splits"]["dev"], entry["metric"]
+        low, high = (100 * end for end in dev["interval"])
+        scores = "  ".join(f"{name} {100 * value:.2f}" for name, value in dev["scores"].items())
+        print_line(
+            f"{record['system']} on {entry['task']}, dev, {count(dev['rows'], 'row')}{picked}: {scores}; "
+            f"{metric} {low:.2f} to {high:.2f} for new rows, majority class {100 * dev['baselines'][metric]:.2f}"
+        )
 
 
 def load_tasks(settings: RunSettings) -> list[TaskData]:
-    """Returns all examples of the tasks of a run, or of the user's own rows; a process reads them once."""
-    where = (settings.own, settings.data_dir, settings.max_length)
-    return [_load_task(name, *where) for name in settings.task_names or [""]]
+    """Returns all examples of the tasks of a run; a process reads them once."""
+    if not settings.task_names:
+        raise UserError("--task: required; finetune/compare.py is for your own rows.")
+    where = (settings.data_dir, settings.max_length)
+    return [_load_task(name, *where) for name in settings.task_names]
 
 
 @lru_cache(maxsize=8)
-def _load_task(name: str, own: OwnDataSettings, source: str | None, limit: int | None) -> TaskData:
-    data = load_own(own) if own.train_file else read_task(TASKS[name], source)
+def _load_task(name: str, source: str | None, limit: int | None) -> TaskData:
+    data = read_task(TASKS[name], source)
     return replace(data, task=replace(data.task, max_length=limit or data.task.max_length))
+
+
+@lru_cache(maxsize=16)
+def _weights_sha256(model: str) -> str:
+    return model_sha256(find_checkpoint(model))
 
 
 def identify(settings: RunSettings, data: Sequence[TaskData]) -> Record:
     """Returns all that decides a run's numbers, for its record and its checkpoints."""
     return {
         "settings": settings.compared(),
-        "weights_sha256": checkpoint_sha256(settings.model),
+        "weights_sha256": _weights_sha256(settings.model),
         "data_sha256": "+".join(part.sha256 for part in data),
     }
 
@@ -161,9 +156,9 @@ def train_system(
 ) -> TrainedSystem:
     """Trains the system of the settings on the training rows of its tasks.
 
-    The identity, all that decides the numbers, marks checkpoints in `folder`. Without dev rows the last weights count.
+    The identity, all that decides the numbers, marks checkpoints in `folder`.
     """
-    from finetune.encoding import Encoded, notes_on_cuts
+    from finetune.encoding import Encoded
     from finetune.training import TaskTrainer
 
     model, tokenizer = build_model(settings, [part.task for part in rows])
@@ -171,17 +166,7 @@ def train_system(
         {name: Encoded(part.task, split, tokenizer) for name, split in part.splits.items()}
         for part in rows
     ]
-    for part, splits in zip(rows, encoded, strict=True):
-        cuts = notes_on_cuts(splits)
-        part.notes.extend(cuts)
-        _print_notes(cuts, what=f"rows of {part.task.name} that are cut")
-    try:
-        trained = TaskTrainer(model, encoded, settings, identity, folder).run()
-    except (ImportError, TypeError, ValueError) as error:
-        if not settings.trainer:
-            raise
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"trainer {settings.trainer}: {what}") from error
+    trained = TaskTrainer(model, encoded, settings, identity, folder).run()
     return TrainedSystem(*trained, model, tokenizer)
 
 

@@ -1,20 +1,22 @@
-"""Systems of finetune/compare.py in a folder, for predict.py: system.json, the fitted model, encoder and topics."""
+"""Fitted systems in a folder, for predict.py: system.json beside a linear model with its encoder, or a tuned model."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from finetune.tasks import Example, Task, task_of
+from finetune.tasks import Task
+from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
+from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.embeddings import Embedder, token_ids, topics_of
 from multicls.errors import UserError
 from multicls.evaluation import Rows
-from multicls.files import atomic_folder, read_json, write_json
+from multicls.files import read_json, write_json
+from multicls.labels import LabelType
 from multicls.measures import Array
 from multicls.modeling_multicls import TopicTable
 from multicls.systems import Linear, Words
@@ -23,98 +25,116 @@ from multicls.topics import fit_topics, fit_topics_of_texts
 SYSTEM = "system.json"
 ENCODER = "encoder"
 TABLE = "topics.safetensors"
-FORMAT = 1
+FORMAT = 2
 PASSAGES = 20_000  # most texts that topics are made of
 
 
-def fit_table(
+def topics_file(
     model: Embedder, texts: Sequence[str], corpus: str | None, number: int, cache: Path
-) -> tuple[TopicTable, str]:
-    """Returns the topics of a corpus, or of the texts themselves, for a model's tokens; and their source in words.
-
-    Those of texts are kept in the folder `cache`.
+) -> Path:
+    """Returns a file of the topics of a corpus, or of the texts themselves, for a model's tokens; made if missing.
 
     Raises:
         UserError: The corpus was tokenized otherwise.
     """
-    vocabulary = len(model.tokenizer)
-    if not corpus:
-        unique = list(dict.fromkeys(texts))[:PASSAGES]
-        content = json.dumps([unique, number, sorted(model.tokenizer.get_vocab().items())])
-        path = cache / f"topics-{hashlib.sha256(content.encode()).hexdigest()[:16]}.safetensors"
-        if not path.exists():
-            ids = token_ids(model.tokenizer, unique)
-            state = fit_topics_of_texts(ids, number, vocabulary=vocabulary)
-            save_topics(TopicTable.of(state), path)
-        return load_topics(path), "the rows' texts"
-    from multicls.corpus import Corpus, tokenizer_fingerprint
+    from safetensors.torch import save_file
 
-    opened = Corpus(corpus)
+    opened = Corpus(corpus) if corpus else None
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
-    if not backend or tokenizer_fingerprint(backend.to_str()) != opened.tokenizer_fingerprint:
+    same = opened and backend and tokenizer_fingerprint(backend.to_str())
+    if opened and same != opened.tokenizer_fingerprint:
         raise UserError(
             f"--corpus {corpus}: has other tokens than {model.folder}; prepare it with --tokenizer {model.folder}."
         )
-    state = fit_topics(opened, number, vocabulary=vocabulary, validation_fraction=0.0)
-    return TopicTable.of(state), corpus
-
-
-def save_topics(table: TopicTable, path: Path) -> None:
-    """Writes a table of topics."""
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(dict(table.state_dict()), path)
+    unique = [] if opened else list(dict.fromkeys(texts))[:PASSAGES]
+    source = opened.manifest if opened else unique
+    content = json.dumps([source, number, sorted(model.tokenizer.get_vocab().items())])
+    path = cache / f"topics-{hashlib.sha256(content.encode()).hexdigest()[:16]}.safetensors"
+    if not path.exists():
+        vocabulary = len(model.tokenizer)
+        if opened:
+            state = fit_topics(opened, number, vocabulary=vocabulary, validation_fraction=0.0)
+        else:
+            ids = token_ids(model.tokenizer, unique)
+            state = fit_topics_of_texts(ids, number, vocabulary=vocabulary)
+        cache.mkdir(parents=True, exist_ok=True)
+        save_file(dict(TopicTable.of(state).state_dict()), path)
+    return path
 
 
 def load_topics(path: Path) -> TopicTable:
-    """Returns a table that `save_topics` has written."""
+    """Returns the table of a `topics_file`."""
     from safetensors.torch import load_file
 
     return TopicTable.of(load_file(path))
 
 
-def save_system(
-    system: Linear | Words,
+def by_rows(parts: Mapping[str, Array], fields: int) -> dict[str, Array]:
+    """Returns embeddings of texts, (N * fields, F), by rows: (N, F), or (N, 2, F) of pairs."""
+    if fields == 1:
+        return dict(parts)
+    return {part: values.reshape(-1, fields, values.shape[1]) for part, values in parts.items()}
+
+
+def write_record(
     folder: Path,
-    task: Task,
-    about: dict[str, Any],
-    source: Path | None = None,
-    max_length: int = 0,
-    topics: Path | None = None,
+    system: str,
+    kind: LabelType,
+    classes: Sequence[str],
+    fields: Sequence[str],
+    **more: Any,
 ) -> None:
-    """Writes a fitted system with all that it needs: a copy of the encoder, and of the topics beside it."""
-    with atomic_folder(folder) as fresh:
-        system.save(fresh)
-        if source is not None:
-            shutil.copytree(source, fresh / ENCODER, ignore=shutil.ignore_patterns(".*"))
-        if topics is not None and topics.exists():
-            shutil.copy(topics, fresh / TABLE)
-        kind = "words" if isinstance(system, Words) else "linear"
-        record = {"format": FORMAT, "kind": kind, "max_length": max_length}
-        # The outputs of these systems are labels, not targets.
-        task = replace(task, label_scale=1.0, label_shift=0.0, label_range=())
-        write_json(fresh / SYSTEM, record | {"task": task.describe()} | about)
+    """Writes what predict.py has to know of a saved system.
+
+    Args:
+        system: How it is loaded: "linear", "words" or "tuned".
+        fields: Columns of the texts.
+    """
+    labels = {"kind": kind, "classes": list(classes), "fields": list(fields)}
+    write_json(folder / SYSTEM, {"format": FORMAT, "system": system} | labels | more)
+
+
+def copy_encoder(folder: Path, source: Path, topics: Path | None) -> None:
+    """Copies the encoder that a linear model reads, and the topics that are not its own."""
+    shutil.copytree(source, folder / ENCODER, ignore=shutil.ignore_patterns(".*"))
+    if topics is not None:
+        shutil.copy(topics, folder / TABLE)
 
 
 class SavedSystem:
-    """A system that `save_system` has written."""
+    """A saved system.
+
+    Attributes:
+        kind, classes, fields: Of the rows that it was fitted on.
+        shift: What `predict` has subtracted from each output, (C,) or (1,).
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.record = read_json(self.folder / SYSTEM)
+        self.folder, path = Path(folder), Path(folder) / SYSTEM
+        if not path.exists():
+            raise UserError(
+                f"{folder}: not a fitted model of texts; pass the model folder of finetune/compare.py, or of "
+                "finetune/run.py --save_model on one task without choices and marked words."
+            )
+        self.record = read_json(path)
         if self.record.get("format") != FORMAT:
-            raise UserError(f"{folder}: saved by another version; run finetune/compare.py again.")
-        self.task = task_of(self.record["task"])
+            raise UserError(f"{folder}: saved by another version; fit it again.")
+        self.kind: LabelType = self.record["kind"]
+        self.classes, self.fields = self.record["classes"], self.record["fields"]
+        self.shift: Array = np.zeros(1)
 
-    def predict(self, examples: Sequence[Example]) -> Array:
-        """Returns outputs (N, C) for examples; see `multicls.systems.RidgeSystem.predict`."""
-        texts = [row.texts for row in examples]
-        kind: Any = "multi_label" if self.task.multi_label else "class"
-        if self.task.is_regression:
-            kind = "score"
-        rows = Rows(kind, np.zeros((len(texts), max(1, len(self.task.labels)))), texts)
-        if self.record["kind"] == "words":
+    def predict(self, texts: Sequence[tuple[str, ...]]) -> Array:
+        """Returns outputs (N, C) for rows of texts; see `multicls.systems.RidgeSystem.predict`."""
+        from finetune.tuned import Tuned
+
+        rows = Rows(self.kind, np.zeros((len(texts), max(1, len(self.classes)))), texts)
+        if self.record["system"] == "tuned":
+            tuned = Tuned.load(self.folder)
+            self.shift = tuned.shift
+            if self.kind != "multi_label":  # whose targets are marks
+                rows = Rows(self.kind, rows.targets[:, 0], texts)
+            return tuned.predict(rows)
+        if self.record["system"] == "words":
             return Words.load(self.folder).predict(rows)
         system = Linear.load(self.folder)
         model = Embedder(self.folder / ENCODER, self.record["max_length"])
@@ -122,21 +142,20 @@ class SavedSystem:
         parts = model.embed(flat)
         if any(part.endswith("topics") for part in system.parts):
             parts["topics"] = topics_of(self._topics(model), model.tokenizer, flat)
-        fields = len(self.task.fields)
+        parts = by_rows(parts, len(self.fields))
         features = {part: parts[part.partition("/")[2]] for part in system.parts}
-        if fields > 1:
-            features = {k: v.reshape(-1, fields, v.shape[1]) for k, v in features.items()}
-        return system.predict(Rows(kind, rows.targets, texts, features))
+        return system.predict(Rows(self.kind, rows.targets, texts, features))
 
     def threshold(self, precision: float) -> float:
         """Returns the probability from which on labels are right so often, by out-of-fold predictions.
 
         Raises:
-            UserError: They are never.
+            UserError: They are never, or no folds have shown it.
         """
-        steps = [step for step in self.record["abstention"] if step[0] >= precision - 1e-9]
+        known = self.record.get("abstention", [])
+        steps = [step for step in known if step[0] >= precision - 1e-9]
         if not steps:
-            best = max((step[0] for step in self.record["abstention"]), default=0.0)
+            best = max((step[0] for step in known), default=0.0)
             raise UserError(
                 f"--precision {precision:g}: not reached by this system; its most is {best:g}."
             )
@@ -147,3 +166,49 @@ class SavedSystem:
         table = load_topics(path) if path.exists() else model.topics
         assert table is not None
         return table
+
+
+def model_card(
+    source: str,
+    head: str,
+    tasks: Sequence[Task],
+    scores: str = "",
+    training: str = "",
+    **metadata: Any,
+) -> str:
+    """Returns the card of a fine-tuned model as Markdown with the Hub's metadata.
+
+    Args:
+        source: The model that it was trained from.
+        scores: A table, or "" if finetune/compare.py's report has them.
+        training: The recipe of finetune/run.py, or "" after finetune/compare.py.
+        metadata: More of the Hub's, such as `datasets`.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    inherited, task = inherited_metadata(source), tasks[0]
+    is_plain = not (task.num_choices or task.num_spans)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if is_plain else None,
+        tags=["text-classification"],
+        **metadata,
+        **inherited,
+    )
+    papers = [METHOD] * (METHOD in head) + [head]
+    card = ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        cell=cell,
+        tasks=tasks,
+        task=task,
+        is_plain=is_plain,
+        head=head,
+        start=model_link(inherited),
+        scores=scores,
+        training=training,
+        license=inherited.get("license_name") or inherited.get("license"),
+        transformers=TRANSFORMERS,
+        citations=[PAPERS[name] for name in papers if name in PAPERS],
+    )
+    return str(card)

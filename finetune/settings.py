@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from finetune.heads import HEADS
 from finetune.tasks import TASKS
@@ -18,29 +18,15 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 THOUSANDS = BeforeValidator(lambda value: re.sub("(?i)k$", "000", str(value)))  # 1k is 1000
 Shots = Annotated[str, Field(pattern=r"^[1-9]\d*-shot$")]  # rows of each class
 TrainSize = Annotated[PositiveInt | Literal["full"] | Shots, THOUSANDS]
-# A value of --trainer: a number, true or false, or text.
-TrainerValue = Annotated[StrictBool | int | float | bool | Any, Field(union_mode="left_to_right")]
 # Which settings count: each head reads some of them or of their groups, and of these some change no number of a run.
 READ_BY = {  # others are read by all heads
     **{name: {name} for name in ("isobn", "hire", "cln")},
     "pooling": {"isobn", "cln"},
 }
 NOT_COMPARED: dict[str, Any] = {
-    "own": {"train_file", "dev_file", "test_file"},
-    "train": {"micro_batch_size", "checkpoint_minutes"},
-    "trainer": {"per_device_eval_batch_size", "gradient_checkpointing", "activation_checkpointing"},
+    "train": {"checkpoint_minutes"},
     "save_model": True,
 }
-# TrainingArguments that `trainer` may set. Of the others, settings of ours decide, or they have no effect here.
-TRAINER_ARGUMENTS = set(
-    """
-    activation_checkpointing adam_beta1 adam_beta2 adam_epsilon ddp_backend ddp_bucket_cap_mb
-    ddp_find_unused_parameters ddp_static_graph ddp_timeout full_determinism gradient_checkpointing lr_scheduler_kwargs
-    lr_scheduler_type optim optim_args per_device_eval_batch_size report_to run_name tf32 torch_compile
-    torch_compile_backend torch_compile_mode torch_empty_cache_steps
-    """.split()  # noqa: SIM905
-)
-NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")  # learning rate schedules
 
 
 class TrainSettings(Settings):
@@ -50,14 +36,13 @@ class TrainSettings(Settings):
     epochs: PositiveInt = Field(20, description="passes over the training rows")
     max_steps: PositiveInt | None = Field(None, description="at most this many steps")
     batch_size: PositiveInt | None = Field(None, description="rows a step; null: 4, 8 or 16")
-    micro_batch_size: PositiveInt | None = Field(None, description="rows a forward pass on a rank")
-    class_weights: Literal["none", "balanced"] = Field("none", description="weight of rare classes")
     checkpoint_minutes: PositiveFloat = Field(5.0, description="minutes between checkpoints")
     eval_every: PositiveInt | None = Field(None, description="steps; default: 2 epochs, max. 500")
-    patience: PositiveInt = Field(10_000, description="stop after N steps that are no better")
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising rate")
     # The paper names none for fine-tuning; 0.01 is that of the protocol it follows (Mosbach et al., 2021).
     weight_decay: float = Field(0.01, ge=0.0, description="decoupled; not on biases and LayerNorms")
+    adam_beta2: Fraction = Field(0.999, description="AdamW's decay of squared gradients")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
     max_grad_norm: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     dropout: Fraction | None = Field(None, description="before the classifier; null: checkpoint's")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -97,19 +82,6 @@ class RowSettings(LabelledSettings):
     test_file: str | None = Field(None, description="rows scored at the end; they pick nothing")
     group_column: str | None = Field(None, description="such as customer; its rows stay together")
     metric: str | None = Field(None, description="main metric, which picks what is to be picked")
-    task_name: str | None = Field(None, description="name in tables; default: the file's")
-
-    @property
-    def name(self) -> str:
-        """The name of the task in tables and folders."""
-        return safe_name(self.task_name or Path(self.train_file or "").stem)
-
-
-class OwnDataSettings(RowSettings):
-    """Your own labelled rows, instead of a task of the benchmarks."""
-
-    dev_file: str | None = Field(None, description="rows to evaluate on; default: dev_share")
-    dev_share: float = Field(0.2, gt=0.0, lt=1.0, description="share of train_file taken as dev")
 
 
 class SystemSettings(Settings):
@@ -123,11 +95,10 @@ class SystemSettings(Settings):
     hire: HireSettings = HireSettings()
     cln: ClnSettings = ClnSettings()
     selection: Literal["dev", "holdout"] = Field(
-        "dev", description="rows that pick the checkpoint; of own rows by default: holdout"
+        "dev", description="rows that pick the checkpoint; holdout: a fifth of the training rows"
     )
     max_length: PositiveInt | None = Field(None, description="most tokens; 128, in SuperGLUE 256")
     train: TrainSettings = TrainSettings()
-    trainer: dict[str, TrainerValue] = Field({}, description="TrainingArguments, as NAME=VALUE")
     config: str | None = Field(None, description="DeepSpeed JSON, such as ds_configs/zero2.json")
     save_model: bool = Field(False, description="save the best model in the run's folder")
 
@@ -142,21 +113,12 @@ class RunSettings(SystemSettings, RecipeOptions):
     name: str | None = Field(None, description="name of the system; default: model and head")
     pretraining: PositiveInt = Field(1, description="number of the system's pretrained checkpoint")
     task: str = Field("", description=f"one, or several with commas for cln: {', '.join(TASKS)}")
-    own: OwnDataSettings = OwnDataSettings()
     data_dir: str | None = Field(None, description="folder of official files; default: the Hub")
     train_size: TrainSize = Field("full", description="100, 1k, 8-shot (8 rows a class), full, ...")
     subset: int = Field(1, ge=0, description="number (seed) of the training subset")
     seed: int = Field(1, ge=0, description="seed of new weights, row order and dropout")
     output_dir: str = Field("results", description="results folder; a run has a folder in it")
     search: dict[str, Any] = Field({}, description="values that a grid tries: part of the folder")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_rows_have_a_validation_split(cls, values: Any) -> Any:
-        """The papers pick the checkpoint on dev; of own rows, dev would then be an optimistic score."""
-        own = values.get("own") if isinstance(values, dict) else None
-        file = own.get("train_file") if isinstance(own, dict) else getattr(own, "train_file", None)
-        return {"selection": "holdout", **values} if file else values
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -166,26 +128,11 @@ class RunSettings(SystemSettings, RecipeOptions):
 
     def _problems(self) -> Iterator[str]:
         """Yields what is missing, unknown, or not read by the head."""
-        names, head, own = self.task_names, self.head, self.own
-        if bool(names) == bool(own.train_file):
-            yield "set either --task NAME, or your own rows by --train_file"
+        names, head = self.task_names, self.head
         for name in set(names) - set(TASKS):
             yield f"task {name}: no such task.{did_you_mean(name, TASKS)}"
         if len(set(names)) < len(names) or (len(names) > 1 and head != "cln"):
             yield f"task {self.task}: only --head cln trains several, each once"
-        if own.train_file and self.data_dir:
-            yield "--data_dir is for benchmarks; leave it out"
-        if own.train_file and own.name in TASKS:
-            yield f"{own.name} is a task of the benchmarks: set another task_name"
-        changed = own.model_dump(exclude_defaults=True)
-        if {"dev_file", "dev_share"} <= changed.keys():
-            yield "set either a dev_file or a dev_share"
-        for name in changed if not own.train_file else ():
-            yield f"--{name} is for your own rows: set --train_file"
-        for name in sorted(self.trainer.keys() - TRAINER_ARGUMENTS):
-            yield f"trainer.{name}: not one to set here.{did_you_mean(name, TRAINER_ARGUMENTS)}"
-        if (schedule := self.trainer.get("lr_scheduler_type")) in NEED_A_METRIC:
-            yield f"trainer.lr_scheduler_type: {schedule} does not work here; set linear or cosine"
         if not self.model:
             yield "--model: required, a folder, a Hub id or 'sample'"
         if head not in HEADS:
@@ -197,12 +144,12 @@ class RunSettings(SystemSettings, RecipeOptions):
             yield f"{flag}: the head {head} does not read it; leave it out"
         if not self.hire.fusion and self.hire.fusion_layers != 2:
             yield "hire.fusion_layers: without fusion nothing reads it; leave it out"
-        if head == "isobn" and 1 in (self.train.batch_size, self.train.micro_batch_size):
-            yield "--head isobn: a single row has no spread; batch sizes must be 2 or more"
+        if head == "isobn" and self.train.batch_size == 1:
+            yield "--head isobn: a single row has no spread; the batch size must be 2 or more"
 
     @property
     def task_names(self) -> list[str]:
-        """The tasks of a benchmark, more than one for `cln` only; none for own rows."""
+        """The tasks, more than one for `cln` only."""
         return [name.strip() for name in self.task.split(",")] if self.task else []
 
     @property
@@ -217,18 +164,15 @@ class RunSettings(SystemSettings, RecipeOptions):
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        tasks = "+".join(self.task_names) or self.own.name
+        tasks = "+".join(self.task_names)
         values = "".join(f"-{key.rpartition('.')[2]}={v}" for key, v in self.search.items())
         run = f"p{self.pretraining}-d{self.subset}-s{self.seed}{safe_name(values)}"
         return Path(self.output_dir, self.system, f"{tasks}-{self.train_size}", run)
 
     def compared(self) -> dict[str, Any]:
         """Returns all settings that decide a run's numbers, by dotted name, without its model and rows."""
-        names = {*SystemSettings.model_fields, "own"}
-        values = self.model_dump(mode="json", include=names, exclude=NOT_COMPARED)
-        if self.head == "isobn":  # each micro-batch has its own statistics
-            values["train"]["micro_batch_size"] = self.train.micro_batch_size
-        return flatten(values)
+        names = set(SystemSettings.model_fields)
+        return flatten(self.model_dump(mode="json", include=names, exclude=NOT_COMPARED))
 
 
 def unread_settings(head: str) -> set[str]:
@@ -236,11 +180,7 @@ def unread_settings(head: str) -> set[str]:
     return {name for name, heads in READ_BY.items() if head in HEADS and head not in heads}
 
 
-SHORTCUTS = {
-    f"{group}.{name}": name
-    for group, kind in (("train", TrainSettings), ("own", OwnDataSettings))
-    for name in kind.model_fields
-}
+SHORTCUTS = {f"train.{name}": name for name in TrainSettings.model_fields}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from finetune.tasks import Example, Task, TaskData, first_of
+from finetune.tasks import Example, Task, TaskData
 from multicls.console import count
 from multicls.errors import UserError
 
@@ -15,8 +15,8 @@ HOLDOUT = 0.2  # share of the subset in the validation split
 def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> TaskData:
     """Draws a training subset of `size` rows ("full": all), and a validation split of it if `holdout` is set.
 
-    "8-shot" is 8 rows of each class, or fewer of a class that has no more. Rows of a passage (or question, or group of
-    own rows) stay on one side, classes in proportion.
+    "8-shot" is 8 rows of each class, or fewer of a class that has no more. Rows of a passage (or question) stay on one
+    side, classes in proportion.
     """
     total, notes = len(data.train), list(data.notes)
     if isinstance(size, str) and size != "full":
@@ -28,12 +28,11 @@ def select_rows(data: TaskData, size: int | str, subset: int, holdout: bool) -> 
     if holdout:
         drawn = [data.train[row] for row in rows]
         units = zip(strata(data.task, drawn), (row.unit for row in drawn), strict=True)
-        held = hold_out(dict(zip(rows, units, strict=True)), HOLDOUT, subset)
+        held = hold_out(dict(zip(rows, units, strict=True)), subset)
     train = [data.train[row] for row in rows if row not in held]
     validation = [data.train[row] for row in rows if row in held]
     if not isinstance(size, str) and size > total:
         notes.append(f"--train_size {size}: there are {count(total, 'row')}, and all are taken")
-    notes += missing_classes(data.task, train, validation, "validation" if holdout else "")
     is_subset = len(train) < total
     return replace(data, train=train, validation=validation, notes=notes, is_subset=is_subset)
 
@@ -64,20 +63,6 @@ def strata(task: Task, rows: Sequence[Example]) -> list[Hashable]:
     return [min(row.classes, key=totals.__getitem__, default=-1) for row in rows]
 
 
-def missing_classes(task: Task, train: list[Example], held: list[Example], what: str) -> list[str]:
-    """Returns notes on the classes that the training rows, or the rows `held` for a split `what`, if any, lack."""
-    if task.is_regression or task.num_choices:
-        return []
-    notes = list[str]()
-    for name, rows in (("train", train), *([(what, held)] if what else [])):
-        present = {index for row in rows for index in row.classes}
-        lacks = [label for n, label in enumerate(task.labels) if n not in present]
-        if lacks:
-            number = f"{len(lacks)} of {len(task.labels)} classes"
-            notes.append(f"{name} has no row of {number}: {first_of(lacks)}")
-    return notes
-
-
 def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
     """Draws `size` of `num_rows` rows without replacement; returns their indices, ascending.
 
@@ -86,10 +71,8 @@ def draw_rows(num_rows: int, size: int, seed: int) -> list[int]:
     return sorted(_ranked(range(num_rows), f"{seed}")[:size])
 
 
-def hold_out(
-    rows: Mapping[int, tuple[Hashable, Hashable]], share: float, seed: int | str
-) -> set[int]:
-    """Returns the rows of about `share` of the units, at least one and not all, with classes in proportion.
+def hold_out(rows: Mapping[int, tuple[Hashable, Hashable]], seed: int) -> set[int]:
+    """Returns the rows of about a fifth of the units, at least one and not all, with classes in proportion.
 
     Each class of two units or more is on both sides, as far as the number of units allows: the largest classes first.
     The last unit of a class is held only if all classes have one unit. A single unit is a `UserError`.
@@ -97,7 +80,7 @@ def hold_out(
     Args:
         rows: class and unit of each row. If all classes are equal, none is kept in proportion. Rows of one unit (a
             passage) stay together; the unit has the class of its first row.
-        seed: seed of the ranking, or a name, which no seed equals.
+        seed: seed of the ranking.
     """
     if len({unit for _, unit in rows.values()}) < 2:
         what = count(len(rows), "training row")
@@ -109,7 +92,7 @@ def hold_out(
     first = first.loc[_ranked(first.index, f"holdout:{seed}")]
     of_class = first.groupby("class")["unit"]
     position, size = of_class.cumcount(), of_class.transform("size")
-    number = min(max(1, round(share * len(first))), len(first) - 1)
+    number = min(max(1, round(HOLDOUT * len(first))), len(first) - 1)
     # The first units of the largest classes come first, then others by their rank in their class.
     order = ((position + 0.5) / size).where(position > 0, -size)
     can_go = position < size - 1

@@ -1,4 +1,4 @@
-"""Tasks, those of tasks.yaml and a user's own: what each is, where its rows are, its scores; and their examples."""
+"""Tasks: what each is, where its rows are, its scores; and their examples. tasks.yaml has those of the benchmarks."""
 
 import hashlib
 import json
@@ -16,7 +16,6 @@ from multicls.console import count
 Array = np.ndarray[Any, np.dtype[Any]]
 # The fields of a task on where its rows are; records and saved models do not keep them.
 SOURCE = ("benchmark", "folder", "hub", "file_columns", "header", "train", "dev", "passage")
-TEXT_FIELDS = ("id", "place", "part", "group", "answer", "passage")  # of an example's predictions
 DERIVED = ("num_labels", "is_regression")  # which they keep as well
 Parts = tuple[tuple[str, str], ...]  # of a split: file stem and short name
 
@@ -36,31 +35,17 @@ class Task:
     header: tuple[str, ...] = ()  # columns of train and dev files without a header
     train: Parts = (("train", ""),)
     dev: Parts = (("dev", ""),)  # parts are pooled for the score and scored apart, too
-    # A regression's training target is (label - shift) / scale, of own rows their standardised label.
-    label_scale: float = 1.0
-    label_shift: float = 0.0
-    label_range: tuple[float, ...] = ()  # labels outside are taken as its ends to become targets
+    label_scale: float = 1.0  # a regression's training target is its label divided by this
     num_choices: int = 0
     num_spans: int = 0
     multi_label: bool = False  # a row has any number of the labels: one sigmoid for each
     passage: int | None = None  # the text that many rows share; they stay together in hold-outs
     max_length: int = 128  # in tokens, facets included
-    # Of several labels a row: the output above which each is given; none: 0 for all.
-    cuts: tuple[float, ...] = ()
 
     @property
     def is_regression(self) -> bool:
         """True if the label is a number instead of a class."""
         return not self.labels
-
-    def to_target(self, labels: Array) -> Array:
-        """Returns the training targets of a regression's labels."""
-        low, high = self.label_range or (-np.inf, np.inf)
-        return np.asarray((np.clip(labels, low, high) - self.label_shift) / self.label_scale)
-
-    def to_label(self, outputs: Array) -> Array:
-        """Returns the labels that a regression's outputs stand for."""
-        return np.asarray(outputs * self.label_scale + self.label_shift)
 
     @property
     def num_labels(self) -> int:
@@ -87,7 +72,6 @@ class Example:
     answer: str = ""  # ReCoRD's entity
     labels: tuple[float, ...] = ()  # 1.0 or 0.0 for each class, if there may be several labels
     passage: str = ""  # identity of the text (`Task.passage`) or group that examples share
-    place: str = ""  # "FILE:LINE" of own rows
 
     @property
     def unit(self) -> str:
@@ -108,7 +92,6 @@ class TaskData:
     task: Task
     train: list[Example]
     dev: list[Example]  # to evaluate on
-    test: list[Example] = field(default_factory=list)  # to score at the end
     validation: list[Example] = field(default_factory=list)  # held out of train
     is_subset: bool = False  # train lacks rows of the task
     notes: list[str] = field(default_factory=list)  # what a reader of every result has to know
@@ -116,7 +99,7 @@ class TaskData:
     @property
     def splits(self) -> dict[str, list[Example]]:
         """The splits that have rows: "train", then the one that picks the checkpoint, then others."""
-        names = ("train", "validation", "dev", "test")
+        names = ("train", "validation", "dev")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def counts(self) -> str:
@@ -126,27 +109,12 @@ class TaskData:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash (16 hex digits) of all examples, except their ids and places, which name files."""
-        digest = hashlib.sha256(
-            json.dumps([self.task.labels, self.task.label_scale, self.task.label_shift]).encode()
-        )
-        for example in (*self.train, *self.dev, *self.test):
-            values = [v for name, v in vars(example).items() if name not in ("id", "place")]
+        """Hash (16 hex digits) of all examples, except their ids, which name files."""
+        digest = hashlib.sha256(json.dumps(self.task.labels).encode())
+        for example in (*self.train, *self.dev):
+            values = [value for name, value in vars(example).items() if name != "id"]
             digest.update(json.dumps(values).encode())
         return digest.hexdigest()[:16]
-
-
-def example_arrays(examples: Sequence[Example], outputs: Array) -> dict[str, Array]:
-    """Returns what scores need, by name.
-
-    `logits` (N, C); `labels` (N,) or (N, C); `ids`, `places`, `parts`, `groups`, `answers`, `passages`, `texts` (N,).
-    """
-    labels = np.array([example.labels or example.label for example in examples], dtype=float)
-    arrays = {"logits": outputs, "labels": labels}
-    for name in TEXT_FIELDS:
-        arrays[f"{name}s"] = np.array([getattr(row, name) for row in examples], dtype=object)
-    arrays["texts"] = np.array(["\n".join(example.texts) for example in examples], dtype=object)
-    return arrays
 
 
 def first_of(names: Sequence[str], shown: int = 10) -> str:

@@ -1,99 +1,91 @@
-"""Trains every head with one subclass of transformers' Trainer.
+"""Trains every head by one loop.
 
-A step's rows are cut into chunks, one for each rank and each of its micro-batches. The sum of their losses is divided
-by the rows of the whole step, and dropout is seeded by seed, step and chunk. So ranks and micro-batches change no
-number: 2 ranks x 1 micro-batch and 1 rank x 2 micro-batches differ only by the order of floating-point sums.
-
-One epoch of Trainer is the whole run. The sampler knows the ranks, so accelerate does not shard the batches: it would
-skip batches that are shorter than others, and count repeated rows.
+A step's rows are divided among the ranks. The sum of their losses is divided by the rows of the whole step, so the
+number of ranks changes no number except by the order of floating-point sums, and by dropout, which is seeded by seed,
+step and rank.
 """
 
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, cycle, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from finetune.encoding import Encoded
 from finetune.heads.modeling_task import IGNORE_INDEX, TaskModel, loss_sum, problem_type_of
 from finetune.metrics import score_predictions
 from finetune.results import FORMAT, differences
-from finetune.settings import TRAINER_ARGUMENTS, RunSettings
-from finetune.tasks import Array, example_arrays
+from finetune.settings import RunSettings
+from finetune.tasks import Array
 from multicls.console import print_line, progress_bar
-from multicls.deepspeed_config import Precision
+from multicls.deepspeed_config import (
+    Precision,
+    complete_deepspeed_config,
+    load_deepspeed_config,
+)
 from multicls.distributed import on_rank_0, rank_and_world, safe_unpickling
-from multicls.errors import UserError, first_line
+from multicls.errors import UserError
 from multicls.files import read_json, write_json
 from multicls.measures import larger_is_better
-from multicls.optim import choose_precision, dropout_seed
+from multicls.optim import choose_precision, dropout_seed, parameter_groups
 
 STATE = "run.pt"  # in a checkpoint: the best evaluation, the history and the seconds of training
 RUN = "run.json"  # in a checkpoint, written last: the identity of its run
+EVALUATED = 64  # rows of a forward pass that trains nothing
 
 
-class Chunk(NamedTuple):
-    """Rows of one forward pass of one rank."""
+class Share(NamedTuple):
+    """Rows of a step on one rank."""
 
     number: int  # in the run, over all ranks
     task: int
     rows: Sequence[int]
     counted: bool  # False: the rows only keep the rank busy
+    rows_of_step: int  # on all ranks
 
 
-class ChunkSampler(Sampler[list[Chunk]]):
-    """This rank's chunks of all steps of a run, each in a list of its own.
+class StepPlan:
+    """The steps of a run: iterating yields the share of this rank in each step.
 
-    `batch_size` rows are a step, of `accumulation` forward passes on this rank and `chunks` on all, of at most
-    `micro_batch_size` rows. There are `steps`, and an evaluation each `eval_every`. Where the settings leave them open,
-    the number of training rows decides, as in Multi-CLS BERT.
+    A step has `batch_size` rows. There are `steps`, and an evaluation each `eval_every`. Where the settings leave them
+    open, the number of training rows decides, as in Multi-CLS BERT.
     """
 
     def __init__(self, settings: RunSettings, sizes: Sequence[int]) -> None:
         train = settings.train
+        self.sizes, self.seed, self.sampling = sizes, settings.seed, settings.cln.sampling
         self.batch_size = train.batch_size or _batch_size(settings, max(sizes))
         epoch = sum(math.ceil(rows / self.batch_size) for rows in sizes)
         self.steps = min(train.epochs * epoch, train.max_steps or train.epochs * epoch)
         self.eval_every = min(train.eval_every or min(500, 2 * epoch), self.steps)
         self.rank, self.world_size = rank_and_world()
-        per_rank = math.ceil(self.batch_size / self.world_size)
-        self.accumulation = math.ceil(per_rank / min(train.micro_batch_size or per_rank, per_rank))
-        self.chunks = self.world_size * self.accumulation
-        self.micro_batch_size = math.ceil(self.batch_size / self.chunks)
-        self.batches = (sizes, self.batch_size, settings.seed, settings.cln.sampling)
 
-    def __len__(self) -> int:
-        return self.steps * self.accumulation
-
-    def __iter__(self) -> Iterator[list[Chunk]]:
-        for step, (task, rows) in enumerate(islice(task_batches(*self.batches), self.steps)):
-            cuts = [len(rows) * chunk // self.chunks for chunk in range(self.chunks + 1)]
-            for index in range(self.rank, self.chunks, self.world_size):
-                # All ranks must run the model equally often: without a row of its own a chunk repeats one.
-                share = rows[cuts[index] : cuts[index + 1]]
-                number = step * self.chunks + index
-                yield [Chunk(number, task, share or [rows[index % len(rows)]], bool(share))]
+    def __iter__(self) -> Iterator[Share]:
+        batches = task_batches(self.sizes, self.batch_size, self.seed, self.sampling)
+        for step, (task, rows) in enumerate(islice(batches, self.steps)):
+            number = step * self.world_size + self.rank
+            begin, end = (len(rows) * (self.rank + n) // self.world_size for n in (0, 1))
+            # All ranks must run the model equally often: without a row of its own a rank repeats one.
+            mine = rows[begin:end] or [rows[self.rank % len(rows)]]
+            yield Share(number, task, mine, end > begin, len(rows))
 
 
 def _batch_size(settings: RunSettings, rows: int) -> int:
     """Returns the default batch size for the largest task's training rows, as in Multi-CLS BERT."""
     if settings.head == "isobn":
         return 32  # as its paper; of 4 rows its statistics are noise
-    if rows > 3000 or (settings.task_names and settings.train_size == "full"):
+    if rows > 3000 or settings.train_size == "full":
         return 16
     return 8 if rows > 300 else 4
 
@@ -123,31 +115,18 @@ def task_batches(
     yield from ((task, next(streams[task])) for task in order)
 
 
-class _Batches(Dataset[dict[str, Any]]):
-    """The batch of each chunk."""
-
-    def __init__(self, tasks: Sequence[Encoded]) -> None:
-        self.tasks = tasks
-
-    def __getitem__(self, chunk: Chunk) -> dict[str, Any]:
-        batch = self.tasks[chunk.task].batch(chunk.rows)
-        if not chunk.counted:
-            batch["labels"].fill_(IGNORE_INDEX)
-        return batch | {"task": chunk.task, "chunk": chunk.number, "counted": chunk.counted}
-
-
-class TaskTrainer(Trainer):
+class TaskTrainer:
     """Trains a `TaskModel` on one task or several, and keeps the best evaluation in memory.
 
     Args:
         tasks: for each task of the model its rows by split: "train", the one that picks the weights, and others.
-            Without "dev" no rows pick the weights, the last ones count.
         identity: all that decides the numbers of the run, as JSON; marks its checkpoints.
         folder: folder of the checkpoints and curves.
-    """
 
-    history: list[dict[str, float]]  # step and loss of each evaluation; score, selection_loss
-    best: dict[str, Any]  # the entry of the best evaluation, and its weights on the CPU
+    Attributes:
+        best: The entry of the best evaluation in `history`, and its weights on the CPU.
+        history: Step and loss of each evaluation, and the score and loss of the rows that pick.
+    """
 
     def __init__(
         self,
@@ -157,177 +136,52 @@ class TaskTrainer(Trainer):
         identity: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        AcceleratorState._reset_state(True)  # of an earlier run in this process
-        train = [splits["train"] for splits in tasks]
-        self.settings = settings.train
-        balanced, device = settings.train.class_weights == "balanced", find_device()
-        self.class_weights = [_class_weights(r).to(device) if balanced else None for r in train]
-        self.sampler = ChunkSampler(settings, [len(rows) for rows in train])
-        arguments = training_arguments(settings, self.sampler, folder)
-        if arguments.gradient_checkpointing and not model.encoder.supports_gradient_checkpointing:
-            kind = model.encoder.config.model_type
-            raise UserError(f"trainer.gradient_checkpointing: {kind} has none; leave it out.")
-        self.task_model = model
-        precision, batch_size = settings.train.precision, arguments.per_device_eval_batch_size
-        self._predict = partial(predict_rows, model, precision=precision, batch_size=batch_size)
+        self.settings, self.folder = settings, folder
+        self.train_rows = [splits["train"] for splits in tasks]
         self.splits = [dict(list(splits.items())[1:]) for splits in tasks]  # the first picks
-        self.identity = {**identity, "ranks": self.sampler.world_size, "format": FORMAT}
-        self.best, self.history, self.picks = {}, [], all("dev" in splits for splits in tasks)
-        self._task, self._began, self._saved = 0, time.monotonic(), time.monotonic()
-        super().__init__(
-            model,
-            arguments,
-            train_dataset=_Batches(train),
-            eval_dataset=train,  # not read: `evaluate` has its own
-            compute_loss_func=self._loss,
+        self.plan = StepPlan(settings, [len(rows) for rows in self.train_rows])
+        self.identity = {**identity, "ranks": self.plan.world_size, "format": FORMAT}
+        self.problems = [problem_type_of(task) for task in model.config.tasks]
+        self.accelerator = _accelerator(settings, self.plan)
+        train = settings.train
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, train.weight_decay),
+            lr=train.learning_rate,
+            betas=(0.9, train.adam_beta2),
+            eps=train.adam_epsilon,
+            fused=True,
         )
-        self.remove_callback(PrinterCallback)
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Returns the rank's own chunks, which accelerate must not shard again."""
-        dataset: Any = self.train_dataset
-        return DataLoader(dataset, batch_sampler=self.sampler, collate_fn=itemgetter(0))
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
-        """Computes the gradients of a chunk, with its own seed for dropout."""
-        torch.manual_seed(dropout_seed(self.args.seed, inputs.pop("chunk")))
-        self._task = inputs["task"]
-        self._bar.update()
-        if self.state.global_step + 1 == self.state.max_steps:
-            self.control.should_log = True  # also where it is no multiple of `logging_steps`
-        return super().training_step(model, inputs, *args)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Moves a chunk to the device; scores stay float32, which Trainer rounds to DeepSpeed's type."""
-        prepared = super()._prepare_inputs(inputs)
-        return prepared | {"labels": inputs["labels"].to(self.args.device)}
-
-    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """Returns the chunk's part of the loss, the mean over the counted rows of the step."""
-        problem = problem_type_of(self.task_model.config.tasks[self._task])
-        logits, weights = outputs.logits.float(), self.class_weights[self._task]
-        return loss_sum(problem, logits, labels, weights) / num_items_in_batch
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Scores the rows that pick, keeps the weights if they are better, and decides whether to stop or to save."""
-        entry = {"step": self.state.global_step, "loss": self._checked_loss()}
-        metrics = {"eval_train_loss": entry["loss"]}
-        if self.picks:
-            metrics |= self._score()
-            entry |= {"score": metrics["eval_score"], "selection_loss": metrics["eval_loss"]}
-        self.history.append(entry)
-        self._keep_best(entry)
-        self.log(metrics)
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.is_world_process_zero():
-            score = f"  score {100 * entry['score']:.2f}" if self.picks else ""
-            where = f"step {self.state.global_step}/{self.state.max_steps}"
-            print_line(f"{where}  loss {entry['loss']:.4f}{score}")
-        self._stop_or_save()
-        return metrics
-
-    def _checked_loss(self) -> float:
-        """Returns the mean loss since the evaluation before; one that is not finite is a `UserError`."""
-        loss = next(entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is not a finite number any more (seen at step {self.state.global_step}): nothing is "
-                f"written. Lower train.learning_rate (= {self.args.learning_rate:g}), or check the weights."
-            )
-        return float(loss)
-
-    def _score(self) -> dict[str, float]:
-        """Returns the metrics on the rows of all tasks that pick: `eval_score` and `eval_loss` are means over tasks."""
-        metrics, scores, losses = dict[str, float](), [], []
-        for number, splits in enumerate(self.splits):
-            rows = next(iter(splits.values()))
-            outputs = self._predict(rows, number)
-            values = score_predictions(rows.task, example_arrays(rows.examples, outputs))
-            main = rows.task.metrics[0]
-            scores.append(larger_is_better(main, values[main]))
-            metrics |= {f"eval_{rows.task.name}_{name}": v for name, v in values.items()}
-            problem = problem_type_of(self.task_model.config.tasks[number])
-            loss = loss_sum(problem, torch.from_numpy(outputs), rows.labels)
-            losses.append(float(loss) / len(rows))
-        return metrics | {"eval_score": float(np.mean(scores)), "eval_loss": float(np.mean(losses))}
-
-    def _keep_best(self, entry: Mapping[str, float]) -> None:
-        """Copies the weights if no evaluation before was better, of equal scores by its loss, or if none picks."""
-        if self.picks and self.best:
-            now, before = ((e["score"], -e["selection_loss"]) for e in (entry, self.best))
-            if now <= before:
-                return
-        named = self.task_model.state_dict().items()
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        self.best = {**entry, "weights": weights}
-
-    def _stop_or_save(self) -> None:
-        step, now = self.state.global_step, on_rank_0(time.monotonic)
-        due = now - self._saved >= 60 * self.settings.checkpoint_minutes
-        if step - self.best["step"] >= self.settings.patience:
-            self.control.should_training_stop = True
-        elif due and step < self.state.max_steps:
-            self.control.should_save, self._saved = True, now
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves Trainer's checkpoint and the best evaluation; marks it as whole, then removes older ones."""
-        output = Path(str(self.args.output_dir))
-        folder = output / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save and folder.exists():  # of another run, or torn
-            shutil.rmtree(folder)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            seconds = time.monotonic() - self._began
-            state = {"best": self.best, "history": self.history, "seconds": seconds}
-            torch.save(state, folder / STATE)
-            write_json(folder / RUN, self.identity)
-            for path in set(output.glob("checkpoint-*")) - {folder}:
-                shutil.rmtree(path)
-
-    def _newest_checkpoint(self) -> Path | None:
-        """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
-
-        Checkpoints of other settings are named, and stay until this run has a checkpoint of its own; DeepSpeed's of
-        another number of ranks is a `UserError`.
-        """
-        mine, ranks = list[Path](), self.identity["ranks"]
-        for mark in Path(str(self.args.output_dir)).glob(f"checkpoint-*/{RUN}"):
-            changes = differences(read_json(mark), self.identity)
-            if changes.keys() <= {"ranks"}:
-                mine.append(mark.parent)
-            else:
-                what = ", ".join(changes.values())
-                print_line(f"note: {mark.parent} is not resumed, it is of another run ({what})")
-        newest = max(mine, key=_step_of, default=None)
-        if newest and (before := read_json(newest / RUN)["ranks"]) != ranks:
-            if self.is_deepspeed_enabled:
-                raise UserError(
-                    f"{newest}: written by {before} ranks, not {ranks}, which DeepSpeed cannot read. Start {before} "
-                    "ranks, or delete that folder to begin again."
-                )
-            print_line(f"note: {newest} was written by {before} ranks; dropout now differs")
-        return newest
+        self.task_model = model
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.best: dict[str, Any] = {}
+        self.history: list[dict[str, float]] = []
+        self.began = self.saved = time.monotonic()
 
     def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
 
         Returns the outputs (N, C) of each task by split, without "train", and the record's fields on training.
         """
-        shown = self.is_world_process_zero()
-        bar = progress_bar(len(self.sampler), "batch", "fine-tuning", disable=not shown)
-        with bar as self._bar, ExitStack() as stack:
-            if newest := on_rank_0(self._newest_checkpoint):
-                state = torch.load(newest / STATE, weights_only=True)
-                self.best, self.history = state["best"], state["history"]
-                self._began -= state["seconds"]  # before it resumed
-                self._bar.update(_step_of(newest) * self.sampler.accumulation)
-                if self.is_deepspeed_enabled:
-                    stack.enter_context(safe_unpickling(newest))
-                if shown:
-                    print_line(f"resuming from step {_step_of(newest)} of {self.sampler.steps}")
-            self.train(resume_from_checkpoint=str(newest) if newest else None)
+        begin, plan, is_first = self.resume(), self.plan, self.accelerator.is_main_process
+        total = torch.zeros((), device=self.accelerator.device)
+        scored = begin  # step of the evaluation before
+        shown = {"initial": begin, "disable": not is_first}
+        with progress_bar(plan.steps, "step", "fine-tuning", **shown) as bar:
+            log = SummaryWriter(self.folder / "runs", purge_step=begin) if is_first else None
+            for step, share in enumerate(islice(plan, begin, None), start=begin + 1):
+                total += self.train_step(step, share)
+                bar.update()
+                if step % plan.eval_every and step < plan.steps:
+                    continue
+                loss = self.accelerator.reduce(total / (step - scored), "mean")
+                for name, value in self.evaluate(step, float(loss)).items():
+                    if log:
+                        log.add_scalar(name, value, step)
+                total, scored = torch.zeros_like(total), step
+                if step < plan.steps:
+                    self.save_if_due(step)
+        if log:
+            log.close()
         self.task_model.load_state_dict(self.best["weights"])
         outputs = [
             {name: self._predict(rows, number) for name, rows in splits.items()}
@@ -336,15 +190,130 @@ class TaskTrainer(Trainer):
         return outputs, {
             "history": self.history,
             "best_step": self.best["step"],
-            "steps": self.state.global_step,
-            "seconds": round(time.monotonic() - self._began, 3),
-            "ranks": self.sampler.world_size,
-            "batch_size": self.sampler.batch_size,
+            "steps": plan.steps,
+            "seconds": round(time.monotonic() - self.began, 3),
+            "ranks": plan.world_size,
+            "batch_size": plan.batch_size,
         }
+
+    def train_step(self, step: int, share: Share) -> torch.Tensor:
+        """Updates the weights once; returns this rank's part of the loss, whose mean over ranks is the step's loss."""
+        train, device = self.settings.train, self.accelerator.device
+        for group in self.optimizer.param_groups:
+            warmup = round(train.warmup_ratio * self.plan.steps)
+            group["lr"] = train.learning_rate * schedule(step - 1, warmup, self.plan.steps)
+        self.model.train()
+        torch.manual_seed(dropout_seed(self.settings.seed, share.number))
+        batch = self.train_rows[share.task].batch(share.rows)
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        if not share.counted:
+            labels.fill_(IGNORE_INDEX)
+        logits = self.model(**inputs, task=share.task, counted=share.counted).logits
+        loss = loss_sum(self.problems[share.task], logits.float(), labels)
+        loss = loss / share.rows_of_step * self.plan.world_size  # gradients are means over ranks
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), train.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def evaluate(self, step: int, loss: float) -> dict[str, float]:
+        """Scores the rows that pick, and keeps the weights if they are better, of equal scores by the loss.
+
+        Returns what curves show. Scores are means over tasks.
+        `loss` is the mean since the evaluation before; one that is not finite is a `UserError`.
+        """
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is not a finite number any more (seen at step {step}): nothing is written. Lower "
+                f"train.learning_rate (= {self.settings.train.learning_rate:g}), or check the weights."
+            )
+        metrics, scores, losses = {"train/loss": loss}, list[float](), list[float]()
+        for number, splits in enumerate(self.splits):
+            rows = next(iter(splits.values()))
+            outputs = self._predict(rows, number)
+            values = score_predictions(rows.task, rows.examples, outputs)
+            metrics |= {f"eval/{rows.task.name}_{name}": v for name, v in values.items()}
+            main = rows.task.metrics[0]
+            scores.append(larger_is_better(main, values[main]))
+            of_rows = loss_sum(self.problems[number], torch.from_numpy(outputs), rows.labels)
+            losses.append(float(of_rows) / len(rows))
+        score, picking = float(np.mean(scores)), float(np.mean(losses))
+        entry = {"step": step, "loss": loss, "score": score, "selection_loss": picking}
+        self.history.append(entry)
+        if not self.best or (score, -picking) > (self.best["score"], -self.best["selection_loss"]):
+            named = self.task_model.state_dict().items()
+            weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+            self.best = {**entry, "weights": weights}
+        if self.accelerator.is_main_process:
+            print_line(f"step {step}/{self.plan.steps}  loss {loss:.4f}  score {100 * score:.2f}")
+        return metrics | {"eval/score": score, "eval/loss": picking}
+
+    def _predict(self, rows: Encoded, task: int) -> Array:
+        return predict_rows(self.task_model, rows, task, self.settings.train.precision)
+
+    def save_if_due(self, step: int) -> None:
+        """Saves a checkpoint if the last one is old enough; marks it as whole, then removes older ones."""
+        now = on_rank_0(time.monotonic)
+        if now - self.saved < 60 * self.settings.train.checkpoint_minutes:
+            return
+        self.saved = now
+        folder = self.folder / f"checkpoint-{step}"
+        is_first = self.accelerator.is_main_process
+        if is_first and folder.exists():  # of another run, or torn
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(folder))
+        self.accelerator.wait_for_everyone()
+        if is_first:
+            seconds = time.monotonic() - self.began
+            state = {"best": self.best, "history": self.history, "seconds": seconds}
+            torch.save(state, folder / STATE)
+            write_json(folder / RUN, self.identity)
+            for path in set(self.folder.glob("checkpoint-*")) - {folder}:
+                shutil.rmtree(path)
+
+    def resume(self) -> int:
+        """Loads the newest whole checkpoint of this run, if there is one; returns its step, or 0."""
+        newest = on_rank_0(self.newest_checkpoint)
+        if newest is None:
+            return 0
+        state = torch.load(newest / STATE, weights_only=True)
+        self.best, self.history = state["best"], state["history"]
+        self.began -= state["seconds"]  # before it resumed
+        with safe_unpickling(newest) if self.settings.config else nullcontext():
+            self.accelerator.load_state(str(newest))
+        if self.accelerator.is_main_process:
+            print_line(f"resuming from step {_step_of(newest)} of {self.plan.steps}")
+        return _step_of(newest)
+
+    def newest_checkpoint(self) -> Path | None:
+        """Returns the newest whole checkpoint of this run, which another number of ranks may have written.
+
+        Checkpoints of other settings, and DeepSpeed's of another number of ranks, are named, and stay until this run
+        has a checkpoint of its own.
+        """
+        mine, harmless = list[Path](), set[str]() if self.settings.config else {"ranks"}
+        for mark in self.folder.glob(f"checkpoint-*/{RUN}"):
+            changes = differences(read_json(mark), self.identity)
+            if changes.keys() <= harmless:
+                mine.append(mark.parent)
+            else:
+                what = ", ".join(changes.values())
+                print_line(f"note: {mark.parent} is not resumed, it is of another run ({what})")
+        return max(mine, key=_step_of, default=None)
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def schedule(step: int, warmup: int, steps: int) -> float:
+    """Returns the factor of the learning rate at a step, from 0: a linear rise, then a linear fall to 0."""
+    if step < warmup:
+        return step / warmup
+    return max(0.0, (steps - step) / max(1, steps - warmup))
 
 
 def find_device() -> torch.device:
@@ -357,104 +326,46 @@ def find_device() -> torch.device:
 
 @torch.no_grad()
 def predict_rows(
-    model: nn.Module,
-    rows: Encoded,
-    task: int,
-    precision: Precision | Literal["auto"] = "auto",
-    batch_size: int = 64,
-    read: Callable[[Any], Tensor] = itemgetter("logits"),
-    **options: bool,
+    model: nn.Module, rows: Encoded, task: int, precision: Precision | Literal["auto"] = "auto"
 ) -> Array:
-    """Returns what `read` takes from the model's output for each row, (N, M), in their order, on all ranks.
-
-    Each rank computes a part. A batch holds rows of like length, for less padding. `options` are the model's.
-    """
+    """Returns the model's outputs for each row, (N, C), in their order. A batch holds rows of like length."""
     device = find_device()
     model.eval().to(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choose_precision(precision, device))
     autocast = dtype is not None and next(model.parameters()).dtype == torch.float32
-    rank, world_size = rank_and_world()
     by_length = sorted(range(len(rows)), key=rows.lengths.__getitem__)
-    batches = [by_length[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    mine = batches[rank::world_size] or batches[:1]  # a rank without rows repeats some
     outputs = []
-    for batch_rows in mine:
-        batch = rows.batch(batch_rows)
+    for start in range(0, len(rows), EVALUATED):
+        batch = rows.batch(by_length[start : start + EVALUATED])
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
         with torch.autocast(device.type, dtype=dtype, enabled=autocast):
-            values = read(model(**inputs, task=task, **options)).float()
-        outputs.append(values.reshape(len(batch_rows), -1))
-    table = torch.full((len(rows), outputs[0].shape[1]), -math.inf, device=device)
-    table[torch.tensor(list(chain.from_iterable(mine)), device=device)] = torch.cat(outputs)
-    if world_size > 1:
-        dist.all_reduce(table, dist.ReduceOp.MAX)
-    return np.asarray(table.cpu().numpy(), dtype=np.float32)
+            outputs.append(model(**inputs, task=task).logits.float().cpu())
+    table = torch.cat(outputs)
+    return np.asarray(table[np.argsort(by_length)].numpy(), dtype=np.float32)
 
 
-def training_arguments(
-    settings: RunSettings, sampler: ChunkSampler, folder: Path
-) -> TrainingArguments:
-    """Returns the training arguments, ours and those of `settings.trainer`; a wrong one is a `UserError`."""
-    train = settings.train
-    precision = choose_precision(train.precision, find_device())
-    defaults: dict[str, Any] = {
-        "per_device_eval_batch_size": 64,
-        "report_to": "tensorboard",
-        "ddp_find_unused_parameters": len(settings.task_names) > 1,
-    }
-    ours = train.model_dump(include={"learning_rate", "weight_decay", "max_grad_norm"})
-    ours |= {
-        "output_dir": str(folder),
-        "max_steps": sampler.steps,
-        "seed": settings.seed,
-        "per_device_train_batch_size": sampler.micro_batch_size,
-        "gradient_accumulation_steps": sampler.accumulation,
-        "warmup_steps": round(train.warmup_ratio * sampler.steps),
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "use_cpu": not torch.cuda.is_available(),  # without it two ranks get losses of NaN there
-        "eval_strategy": "steps",
-        "eval_steps": sampler.eval_every,
-        "logging_steps": sampler.eval_every,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "deepspeed": _deepspeed(settings, sampler, precision),
-    }
-    assert not ours.keys() & TRAINER_ARGUMENTS, "all of them are refused in settings.trainer"
-    try:
-        arguments = TrainingArguments(**defaults | settings.trainer | ours)
-    except (ValueError, TypeError, ImportError) as error:
-        raise UserError(f"trainer {settings.trainer}: {first_line(error)}") from None
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # one process uses one GPU
-    return arguments
-
-
-def _deepspeed(
-    settings: RunSettings, sampler: ChunkSampler, precision: Precision
-) -> dict[str, Any] | None:
-    """Returns the completed DeepSpeed JSON; ZeRO stage 3 is refused."""
-    if not (path := settings.config):
-        return None
-    from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
-
-    config = load_deepspeed_config(path)
-    if int(config.get("zero_optimization", {}).get("stage", 0)) > 2:
-        raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
-    return complete_deepspeed_config(
-        config,
-        micro_batch_size=sampler.micro_batch_size,
-        accumulation=sampler.accumulation,
-        world_size=sampler.world_size,
-        max_grad_norm=settings.train.max_grad_norm,
-        precision=precision,
+def _accelerator(settings: RunSettings, plan: StepPlan) -> Accelerator:
+    """Returns what knows device, precision, ranks and DeepSpeed; ZeRO stage 3 is refused."""
+    AcceleratorState._reset_state(True)  # of an earlier run in this process
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    precision, plugin = choose_precision(settings.train.precision, find_device()), None
+    if path := settings.config:
+        config = load_deepspeed_config(path)
+        if int(config.get("zero_optimization", {}).get("stage", 0)) > 2:
+            raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
+        config = complete_deepspeed_config(
+            config,
+            micro_batch_size=math.ceil(plan.batch_size / plan.world_size),
+            accumulation=1,
+            world_size=plan.world_size,
+            max_grad_norm=settings.train.max_grad_norm,
+            precision=precision,
+        )
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+    several = DistributedDataParallelKwargs(find_unused_parameters=len(settings.task_names) > 1)
+    return Accelerator(
+        mixed_precision="no" if precision == "fp32" else precision,
+        cpu=not torch.cuda.is_available(),
+        deepspeed_plugin=plugin,
+        kwargs_handlers=[several],
     )
-
-
-def _class_weights(rows: Encoded) -> Tensor:
-    """Returns the weight of each class (C,), n / (C n_c): the mean over the rows is 1."""
-    task = rows.task
-    if task.is_regression or task.num_choices or task.multi_label:
-        raise UserError(f"--class_weights: task {task.name} has no rows of one of several classes.")
-    counts = torch.bincount(rows.labels, minlength=task.num_labels)
-    return len(rows) / ((counts > 0).sum() * counts.clamp(min=1))

@@ -1,33 +1,29 @@
-"""Fine-tuned heads as systems: they fit and predict like all others (`multicls.evaluation`)."""
+"""Fine-tuned heads as systems: they fit and predict like all others (`multicls.evaluation`).
+
+After training, one temperature T (Guo et al., 2017) divides the outputs. It is folded into the classifier, W / T and
+b / T, so that whatever loads the model has the calibrated probabilities; the most likely class stays the same.
+"""
 
 import io
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from huggingface_hub import ModelCard, ModelCardData
-from scipy.special import logit
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, log_expit, log_softmax, logit
 
-from finetune.calibration import fit_temperature, fit_thresholds
-from finetune.settings import OwnDataSettings, RunSettings, TrainSettings
-from finetune.tasks import Example, Task, TaskData
-from multicls.cards import inherited_metadata, model_link
+from finetune.settings import RunSettings, TrainSettings
+from finetune.tasks import Example, Task, TaskData, task_of
 from multicls.evaluation import Rows
 from multicls.measures import Array
-from multicls.systems import Scale
+from multicls.systems import Scale, best_thresholds
 
-# Small models want a larger rate than BERT-base's 1 to 7e-5.
-TRAIN = TrainSettings(learning_rate=1e-4, epochs=10)
-CARD = """
-# A classifier of texts
-
-The head `{}` on {}, fine-tuned by finetune/compare.py, whose report.md has its scores. It needs transformers and
-`trust_remote_code=True`, which runs the Python files of this folder; read them first.
-"""
+FEWEST = 10  # validation rows for a temperature
+SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an error ask for T = 0
 
 
 @dataclass
@@ -43,24 +39,25 @@ class Tuned:
     head: str
     source: str
     max_length: int
-    train: TrainSettings = TRAIN
+    learning_rate: float
+    epochs: int
     model: Any = field(default=None, init=False, repr=False)
     tokenizer: Any = field(default=None, init=False, repr=False)
     task: Task | None = field(default=None, init=False, repr=False)
-    thresholds: list[float] = field(default_factory=list, init=False, repr=False)
 
     def fit(self, rows: Rows) -> Self:
-        """Fine-tunes the model."""
+        """Fine-tunes the model; temperature, unit of scores and thresholds go into its weights and configuration."""
         from finetune.run import train_system
         from finetune.subsets import select_rows
 
+        scale = Scale.of(rows.targets) if rows.kind == "score" else Scale()
+        rows = replace(rows, targets=scale.apply(rows.targets)) if rows.kind == "score" else rows
         self.task = task_of_rows(rows, self.max_length)
         settings = RunSettings(
             model=self.source,
             head=self.head,
-            selection="holdout",
-            own=OwnDataSettings(train_file="rows"),
-            train=self.train,
+            train_size=len(rows.targets),  # which chooses the batch size
+            train=TrainSettings(learning_rate=self.learning_rate, epochs=self.epochs),
         )
         data = TaskData(self.task, examples_of(self.task, rows), [])
         data = select_rows(data, "full", 1, holdout=True)
@@ -70,58 +67,57 @@ class Tuned:
         outputs = system.outputs[0]["validation"]
         labels = np.array([row.labels or row.label for row in data.validation])
         temperature = fit_temperature(self.task, outputs, labels)
-        for parameter in self.model.classifiers[0].parameters():
-            parameter.data /= temperature
+        classifier = self.model.classifiers[0]
+        for parameter in classifier.parameters():
+            parameter.data *= scale.spread / temperature
+        classifier.bias.data += scale.mean
         if self.task.multi_label:
-            self.thresholds = fit_thresholds(outputs / temperature, labels)
+            self.model.config.thresholds = [fit_thresholds(outputs / temperature, labels)]
         return self
 
+    @property
+    def shift(self) -> Array:
+        """The logit of each label's threshold, of several labels a row, which `predict` subtracts."""
+        thresholds = self.model.config.thresholds
+        return logit(np.array(thresholds[0])) if thresholds else np.zeros(1)
+
     def predict(self, rows: Rows) -> Array:
-        """Returns outputs (N, C)."""
+        """Returns outputs (N, C); scores are in the unit of the labels."""
         from finetune.encoding import Encoded
         from finetune.training import predict_rows
 
         assert self.task is not None, "fit it first"
         encoded = Encoded(self.task, examples_of(self.task, rows), self.tokenizer)
         outputs = predict_rows(self.model, encoded, 0).astype(np.float64)
-        if rows.kind == "score":
-            return self.task.to_label(outputs)
-        return np.asarray(
-            outputs - logit(np.array(self.thresholds)) if self.thresholds else outputs
-        )
+        return np.asarray(outputs * self.task.label_scale - self.shift)
 
     def save(self, folder: Path) -> None:
         """Saves the model with its tokenizer, a card and the code that loads it without this project."""
         from finetune.heads.build import save_fine_tuned
+        from finetune.saved import model_card
 
-        self.model.config.thresholds = [self.thresholds]
-        about = inherited_metadata(self.source)
-        card = ModelCard.from_template(
-            ModelCardData(
-                library_name="transformers",
-                pipeline_tag="text-classification",
-                tags=["text-classification"],
-                **about,
-            ),
-            template_str="---\n{{ card_data }}\n---\n" + CARD.format(self.head, model_link(about)),
-        )
-        save_fine_tuned(self.model, self.tokenizer, folder, str(card))
+        assert self.task is not None, "fit it first"
+        card = model_card(self.source, self.head, [self.task])
+        save_fine_tuned(self.model, self.tokenizer, folder, card)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Returns a model that `save`, or finetune/run.py --save_model, has written."""
+        from finetune.heads.build import load_fine_tuned
+
+        model, tokenizer = load_fine_tuned(str(folder))
+        task = task_of(model.config.tasks[0])
+        system = cls(model.config.head, str(folder), task.max_length, learning_rate=0.0, epochs=0)
+        system.model, system.tokenizer, system.task = model, tokenizer, task
+        return system
 
 
 def task_of_rows(rows: Rows, max_length: int) -> Task:
-    """Returns the task that rows are; scores are standardised by them."""
+    """Returns the task that rows are."""
     fields = ("text",) if len(rows.texts[0]) == 1 else ("text1", "text2")
-    scale = Scale.of(rows.targets) if rows.kind == "score" else Scale()
+    several = rows.kind == "multi_label"
     return Task(
-        "rows",
-        fields,
-        rows.classes,
-        (rows.metric,),
-        label_scale=scale.spread,
-        label_shift=scale.mean,
-        label_range=(scale.low, scale.high) if np.isfinite(scale.high) else (),
-        multi_label=rows.kind == "multi_label",
-        max_length=max_length,
+        "rows", fields, rows.classes, (rows.metric,), multi_label=several, max_length=max_length
     )
 
 
@@ -139,3 +135,26 @@ def examples_of(task: Task, rows: Rows) -> list[Example]:
         )
         for number, texts in enumerate(rows.texts)
     ]
+
+
+def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
+    """Returns the T that makes labels (N,), or (N, C), the most likely; 1.0 for scores, and for fewer than 10 rows."""
+    if task.is_regression or len(labels) < FEWEST:
+        return 1.0
+
+    def cost(log_t: float) -> float:
+        scaled = outputs.astype(np.float64) / np.exp(log_t)
+        if task.multi_label:
+            likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
+        else:
+            rows = np.arange(len(labels))
+            likelihood = log_softmax(scaled, axis=1)[rows, labels.astype(int)].sum()
+        return float(0.5 * (log_t / SPREAD) ** 2 - likelihood)
+
+    return float(np.exp(minimize_scalar(cost, bounds=(-3, 3), method="bounded").x))
+
+
+def fit_thresholds(outputs: Array, labels: Array) -> list[float]:
+    """Returns the probability above which each label (N, C) is given, that with the best F1; 0.5 for few rows."""
+    thresholds = expit(best_thresholds(outputs.astype(np.float64), labels, default=0.0))
+    return np.clip(thresholds, 1e-9, 1 - 1e-9).tolist()

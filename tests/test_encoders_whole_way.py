@@ -26,7 +26,7 @@ PRETRAINING = (
     "--steps 6 --model.num_facets 2 --data.seq_length 40 --data.num_workers 0 --data.validation_fraction 0.2 "
     "--global_batch_size 4 --micro_batch_size 2 --train.negatives_group 2 --learning_rate 3e-3 --run.eval_examples 20"
 )
-FINE_TUNING = "--head multicls --epochs 2 --batch_size 8 --max_length 24 --save_model"
+FINE_TUNING = "--systems tuned-multicls --epochs 2 --max_length 24 --repeats 1"
 ALONE = """
 import sys
 from transformers import AutoModel, AutoTokenizer
@@ -70,14 +70,21 @@ def test_whole_way(kind: str, tiny_corpus: Path, tmp_path: Path) -> None:
 
     write_tsv(tmp_path / "train.tsv", "text\tlabel", sentiment_rows(120, seed=0))
     write_tsv(tmp_path / "new.tsv", "text\tlabel", sentiment_rows(20, seed=1))
-    rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "results"]
-    run("finetune/run.py", "--model", exported, *rows, *FINE_TUNING.split())
-    (saved,) = (tmp_path / "results").glob("*/*/*/model")
+    rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "compared"]
+    run("finetune/compare.py", "--model", f"m={exported}", *rows, *FINE_TUNING.split())
     labelled = tmp_path / "labelled.csv"
-    run("finetune/predict.py", saved, tmp_path / "new.tsv", "--output", labelled)
+    run(
+        "finetune/predict.py",
+        tmp_path / "compared/model",
+        tmp_path / "new.tsv",
+        "--output",
+        labelled,
+    )
     assert len(list(csv.DictReader(labelled.open()))) == 20
     if ALL:
-        rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "heads"]
+        for split, number in (("train", 40), ("dev", 20)):
+            write_tsv(tmp_path / f"SST-2/{split}.tsv", "sentence\tlabel", sentiment_rows(number, 2))
+        rows = ["--tasks", "sst2", "--data_dir", tmp_path, "--output_dir", tmp_path / "heads"]
         systems = json.dumps({head: {"head": head} for head in HEADS})
         models = ["--model", f"m={exported}", "--systems", systems]
         run("finetune/grid.py", *models, *rows, "--epochs", "1", "--max_length", "24")

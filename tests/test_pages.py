@@ -35,7 +35,6 @@ BATCH["data_prep"] = "data_prep/run.py"
 SHORTER = [  # words of commands that would take minutes
     ("own_text/corpus \\\n    --epochs 1", "own_text/corpus --steps 2 --run.eval_examples 6"),
     ("--run.eval_examples 3", "--run.eval_examples 3 --data.num_workers 0"),
-    ("--epochs 2", "--max_steps 4"),
     ('"dask gensim matplotlib networkx numpy pandas scipy sklearn"', '"dask gensim"'),
     ("finetune/compare.py ", "finetune/compare.py --repeats 1 "),
     ("corpus \\\n    --probe_file", "corpus --steps 2 --run.eval_examples 6 --probe_file"),

@@ -19,7 +19,7 @@ COMMANDS = (
     "data_prep/run.py",
     *(f"data_prep/run.py {command}" for command in ("show", "stats", "verify")),
     *(f"pretrain/{name}.py" for name in ("run", "export")),
-    *(f"finetune/{name}.py" for name in ("compare", "predict", "export", "run", "grid", "report")),
+    *(f"finetune/{name}.py" for name in ("compare", "predict", "run", "grid", "report")),
     "multicls/convert.py",
 )
 INTRODUCTION = """# Settings and commands

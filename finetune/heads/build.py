@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multicls.errors import UserError, first_line
-from multicls.files import REPOSITORY, atomic_folder, missing_folder, read_json, sha256_of
+from multicls.files import REPOSITORY, missing_folder, read_json
 from multicls.sample import SAMPLE, sample_model
 from multicls.tokenization import keep_words
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from finetune.tasks import Task
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-OTHERS = ("config.json", "tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 ENTRY = "task_model"  # a saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
@@ -56,15 +54,6 @@ def find_checkpoint(name: str) -> Path:
     if read_json(folder / "config.json").get("model_type") == "encoder-with-head":
         raise UserError(f"--model {name}: is fine-tuned; pass the model that it was trained from.")
     return folder
-
-
-@lru_cache(maxsize=16)
-def checkpoint_sha256(name: str) -> str:
-    """Returns a hash (16 hex digits) of a checkpoint's weights, configuration and tokenizer."""
-    folder = find_checkpoint(name)
-    files = [path for pattern in (*WEIGHTS, *OTHERS) for path in sorted(folder.glob(pattern))]
-    digests = "\n".join(f"{path.name}:{sha256_of(path)}" for path in files)
-    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel, Tokenizer]:
@@ -119,7 +108,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
 
 
 def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
-    """Saves model, tokenizer, README.md and the code of all heads, which loads it without this project."""
+    """Writes model, tokenizer, README.md and the code of all heads into a folder: it loads without this project."""
     from finetune.heads.modeling_task import MULTICLS
     from multicls.build import quiet_transformers
 
@@ -137,13 +126,13 @@ def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: 
         entry += "from .modeling_multicls import MultiClsModel\n"  # it registers itself
         names = ("configuration_multicls.py", "modeling_multicls.py")
         files += [REPOSITORY / "multicls" / name for name in names]
-    with atomic_folder(folder) as fresh, quiet_transformers():
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        for file in files:
-            shutil.copy(file, fresh)
-        (fresh / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
-        (fresh / "README.md").write_text(card, encoding="utf-8")
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    for file in files:
+        shutil.copy(file, folder)
+    (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:

@@ -42,12 +42,11 @@ class HireHead(Head):
         self.dense = nn.Linear(width, size)
 
     def forward(self, hidden: Tensor, mask: Tensor, layers: Sequence[Tensor]) -> Tensor:
-        """Returns the embedding, (B, D), from all layers; leaves S, (B, l + 1), in `layer_weights`."""
+        """Returns the embedding, (B, D), from all layers."""
         hidden_NBLD, lengths_B = torch.stack(list(layers)), mask.sum(dim=1).cpu()
         R = A = hidden_NBLD[-1]
         if self.layers == "dynamic":
             weights_BN = self.weigh(hidden_NBLD, lengths_B)
-            self.layer_weights = weights_BN.detach()
             A = torch.einsum("bn,nbld->bld", weights_BN.to(hidden_NBLD.dtype), hidden_NBLD)
         fused_BLE = torch.cat([R, A, R + A, R * A], dim=-1) if self.fuses else A
         if self.fusion is not None:

@@ -34,7 +34,7 @@ class TaskModelConfig(PretrainedConfig):
 
     model_type = "encoder-with-head"
     # With these left out, a Trainer's `compute_metrics` gets the logits alone.
-    keys_to_ignore_at_inference: ClassVar = ["hidden_states", "features", "layer_weights"]
+    keys_to_ignore_at_inference: ClassVar = ["hidden_states", "features"]
 
     encoder: Any = None  # its configuration, as an object or as a dictionary with `model_type`
     head: str = "cls"  # name in the `HEADS` of this file or of another one of this folder
@@ -69,7 +69,6 @@ class TaskModelOutput(SequenceClassifierOutput):
     """The output of a `TaskModel`: BERT's, and what the classifier reads."""
 
     features: Tensor | None = None  # the embedding and the means over the spans, (B, E + S * D)
-    layer_weights: Tensor | None = None  # HIRE's importance of each layer, (B, layers + 1)
 
 
 class IncompatibleHead(ValueError):
@@ -86,7 +85,6 @@ class Head(nn.Module):
     width: int  # E, the size of the embedding
     reads_layers = False  # it needs the `layers` of `forward`
     dropout_before_classifier = True  # the paper of the head has dropout there
-    layer_weights: Tensor | None = None  # for analysis: of the last batch, (B, layers + 1)
     counted = True  # False for a batch that only keeps a rank busy
 
     def __init__(self, config: TaskModelConfig, encoder: PreTrainedModel) -> None:
@@ -300,7 +298,6 @@ class TaskModel(PreTrainedModel):
             hidden_states=states.hidden_states,
             attentions=states.attentions,
             features=features,
-            layer_weights=self.head.layer_weights,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetune.results import TrainedSystem, load_predictions, write_error, write_run
+from finetune.results import TrainedSystem, read_predictions, write_error, write_run
 from finetune.run import run_finetune
 from finetune.settings import RunSettings
 from finetune.subsets import select_rows
@@ -34,7 +34,7 @@ def finetune(model: Path | str, data: Path, output: Path, **values: Any) -> dict
 def logits_of(record: dict[str, Any], split: str = "dev", task: int = 0) -> Array:
     """Returns the saved outputs of a run."""
     name = record["tasks"][task]["task"]
-    return load_predictions(Path(record["path"]), name)[split]["logits"]
+    return np.stack(read_predictions(Path(record["path"]), name, split)["outputs"])
 
 
 def score_of(record: dict[str, Any], split: str = "dev") -> float:
@@ -43,14 +43,12 @@ def score_of(record: dict[str, Any], split: str = "dev") -> float:
     return float(entry["splits"][split]["scores"][entry["metric"]])
 
 
-def fake_run(
-    folder: Path, system: str, skill: float = 1.0, rows: int = 60, test: bool = False, **values: Any
-) -> None:
+def fake_run(folder: Path, system: str, skill: float = 1.0, rows: int = 60, **values: Any) -> None:
     """Writes a run on invented rows whose outputs are `skill` times the truth plus noise of its seeds."""
     values = {"task": "rte", "train_size": 100, "name": system} | values
     settings = settings_of("m", folder, folder, **values)
     examples = [Example(f"train:{n}", ("a",), float(n % 2)) for n in range(200)]
-    data = TaskData(TASKS[settings.task], examples, examples[:rows], examples[:80] * test)
+    data = TaskData(TASKS[settings.task], examples, examples[:rows])
     part = select_rows(data, settings.train_size, settings.subset, settings.selection == "holdout")
     seeds = [settings.seed, settings.subset, settings.pretraining, len(system), int(99 * skill)]
     noise, outputs = np.random.default_rng(seeds), {}

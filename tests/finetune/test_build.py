@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from transformers import AutoModel, AutoTokenizer
 
-from finetune.heads.build import checkpoint_sha256, find_checkpoint, load_tokenizer
+from finetune.heads.build import find_checkpoint, load_tokenizer
 from multicls.errors import UserError
 from tests.encoders import save_encoder
 from tests.finetune.models import load
@@ -110,13 +110,6 @@ def test_a_misspelt_folder(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         find_checkpoint(name)
-
-
-def test_hash_is_of_the_content(tiny_bert: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_bert, tmp_path / "copy")
-    other = changed(tiny_bert, tmp_path / "other", hidden_dropout_prob=0.3)
-    hashes = [checkpoint_sha256(str(path)) for path in (tiny_bert, tmp_path / "copy", other)]
-    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_a_vocabulary_is_at_most_padded(tiny_bert: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from finetune import compare, predict
 from finetune.compare_report import abstention
-from finetune.tuned import Tuned
 from multicls.errors import UserError
 from multicls.evaluation import Rows, Scores
 from tests.finetune.conftest import BAD, GOOD, NOUNS
@@ -102,7 +101,7 @@ def test_the_saved_linear_system_predicts_what_was_evaluated(
     run(tmp_path, copied, train_file=train, systems=["mean+facets+topics"], max_length=8)
     shutil.rmtree(copied)
     record = json.loads((tmp_path / "out" / "model" / "system.json").read_text())
-    assert record["kind"] == "linear" and record["system"] == "tiny mean+facets+topics"
+    assert record["system"] == "linear" and record["name"] == "tiny mean+facets+topics"
     rows = [{"text": "len los " + "bal " * 30 + word} for word in ("nar", "ros")]
     first, second = predicted(tmp_path, write_rows(tmp_path / "long.csv", rows))["p_good"]
     assert first != second, "topics read beyond the eighth token"
@@ -140,6 +139,7 @@ def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -
     [
         ({}, "20 labelled rows; set 20|19 labelled rows"),
         ({"systems": ["wrods"]}, "--systems wrods: no such system. Did you mean 'words'"),
+        ({"systems": ["tuned-maen"]}, "tuned-maen: no such system. Did you mean 'tuned-mean'"),
     ],
 )
 def test_refused(tmp_path: Path, tiny_bert: Path, flags: dict[str, Any], message: str) -> None:
@@ -154,25 +154,13 @@ def test_refused(tmp_path: Path, tiny_bert: Path, flags: dict[str, Any], message
 @pytest.mark.slow
 def test_a_fine_tuned_head_is_a_system(tmp_path: Path, tiny_bert: Path) -> None:
     train = write_rows(tmp_path / "train.csv", sentences(40))
-    report = run(
-        tmp_path, tiny_bert, train_file=train, systems=["tuned-mean", "majority"], repeats=1
-    )
+    tuned: dict[str, Any] = {"systems": ["tuned-mean"], "learning_rate": 3e-3, "epochs": 8}
+    report = run(tmp_path, tiny_bert, train_file=train, **tuned, repeats=1)
     assert "| tiny tuned-mean |" in report
     table = predicted(tmp_path, train)
-    assert set(table["predicted_label"]) <= {"bad", "good"}
-
-
-def test_a_tuned_head_learns_scores_with_any_offset(tiny_bert: Path) -> None:
-    """Labels x and 2000 + x give outputs that differ by 2000."""
-    texts = [(row["text"],) for row in sentences(24)]
-    x = np.arange(24) % 2 + 0.1 * np.arange(24) / 24
-    found = []
-    for offset in (0.0, 2000.0):
-        rows = Rows("score", x + offset, texts)
-        system = Tuned("mean", str(tiny_bert), 16)
-        system.train = system.train.model_copy(update={"epochs": 1})
-        found.append(system.fit(rows).predict(rows)[:, 0] - offset)
-    np.testing.assert_allclose(found[0], found[1], atol=1e-3)
+    assert (table["predicted_label"] == table["label"]).mean() > 0.9
+    sure = predicted(tmp_path, train, "--precision", "0.8")["predicted_label"]
+    assert set(sure) <= {"bad", "good", ""} and (sure != "").any()
 
 
 def test_abstention_keeps_its_precision() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from finetune.benchmark_tasks import read_task
-from finetune.encoding import Encoded, notes_on_cuts
+from finetune.encoding import Encoded
 from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
 from multicls.sample import sample_model
@@ -148,18 +148,3 @@ def test_every_official_span_decodes_to_its_words(name: str, multicls_data: Path
             before = 6 + text + sum(len(tokens(part, add_special_tokens=False)) for part in texts)
             assert mask.nonzero()[0] == before, "the right one of several"
     assert set(inside_a_piece) <= {"doesn"}  # of "doesn't", whose first token is marked for 'does'
-
-
-def test_rows_that_lose_their_end_are_counted(tiny_bert: Path) -> None:
-    """14 of 20 rows are cut to 10 tokens: they have 3 to 22 words and two special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    rows = [Example(f"{n}", (" ".join(["bal"] * (n + 3)),), 0.0) for n in range(20)]
-    encoded = Encoded(replace(TASKS["sst2"], max_length=10), rows, tokenizer)
-    assert max(encoded.lengths) == 10 and encoded.whole_lengths == list(range(5, 25))
-    short = Encoded(encoded.task, rows[:2], tokenizer)
-    (note,) = notes_on_cuts({"train": encoded, "dev": encoded, "test": short})
-    cut = "14 of 20 train rows, 14 of 20 dev rows are longer than 10 tokens and lose their end; "
-    assert note == cut + "95 % of all rows fit into 23 (--max_length)"
-    (note,) = notes_on_cuts({"": encoded}, hint="; x")
-    assert note.startswith("14 of 20 rows are longer than 10 ") and note.endswith("into 24; x")
-    assert not notes_on_cuts({"dev": short})

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,15 +19,13 @@ import yaml
 from finetune import grid
 from finetune.grid import GridSettings, expand, main
 from finetune.report import build_report
-from finetune.results import load_predictions, load_results, run_state
+from finetune.results import load_results, read_predictions, run_state
 from finetune.run import _load_task as load_tasks_cache
 from finetune.settings import RunSettings
 from multicls.errors import UserError
 from multicls.files import REPOSITORY, lock_holder, locked, write_json
 from multicls.settings import load_settings, parse
-from tests.finetune.conftest import NOUNS
-from tests.finetune.runs import write_rows
-from tests.processes import children, until
+from tests.processes import until
 
 GRID: dict[str, Any] = {
     "model": ["bert=MODEL"],
@@ -108,8 +105,7 @@ def test_heads_read_only_their_own_settings(tmp_path: Path) -> None:
         ({"search": {"train.learning_rate": 1e-5}}, "valid list"),
         ({"systems": {"x": {"head": "cls", "pooling": "mean"}}}, "cls does not read it"),
         ({"seeds": [1, 1]}, "2 runs have this folder"),
-        ({"tasks": []}, "set --tasks, or --train_file"),
-        ({"own": {"metric": "f1"}}, "--metric is for your own rows"),
+        ({"tasks": []}, "set --tasks, or name a --recipe"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -141,28 +137,14 @@ def test_states_and_exit_codes(
     assert "2 finished, 2 failed" in out and "failed: " in out and "RTE/train.tsv" in out
     assert main(start(tmp_path, tiny_bert, glue, systems=["multicls"])) == 1, "nothing finished"
     capsys.readouterr()
-    same = {"train_sizes": [5000], "subsets": 3, "seeds": [1]}  # all rows, three times
+    same = {"train_sizes": [5000], "subsets": 2, "seeds": [1]}  # all rows, twice
     assert main(start(tmp_path, tiny_bert, glue, **same)) == 0
-    assert "note: 2 runs left out: subsets of all rows are equal" in capsys.readouterr().out
-    assert sorted(run["train_size"] for run in load_results(tmp_path / "results")) == [
-        "16",
-        "16",
-        "5000",
-    ]
+    sizes = sorted(run["train_size"] for run in load_results(tmp_path / "results"))
+    assert sizes == ["16", "16", "5000"], "subsets of all rows are one"
     capsys.readouterr()
     with mock.patch.object(grid, "work"):  # as if its processes were killed
         assert main(start(tmp_path, tiny_bert, glue, seeds=[1, 7])) == 1
     assert "1 finished, 1 missing, of 2 runs\nmissing: " in capsys.readouterr().out
-
-
-def test_processes_share_the_cores_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 2 processes takes 3 threads in an allocation of 6 of 64 cores."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    with pytest.raises(UserError):
-        main(start(tmp_path, tmp_path, tmp_path, "--jobs", "2", tasks=["no task"]))
-    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def test_a_finished_run_of_other_settings_is_refused_also_when_its_data_are_gone(
@@ -175,39 +157,26 @@ def test_a_finished_run_of_other_settings_is_refused_also_when_its_data_are_gone
     before = records(tmp_path)
     shutil.rmtree(data / "SST-2")
     load_tasks_cache.cache_clear()
-    more = ["--checkpoint_minutes", "1", "--micro_batch_size", "1"]
-    for argument in ("per_device_eval_batch_size=8", "gradient_checkpointing=true"):
-        more += ["--trainer", argument]
+    more = ["--checkpoint_minutes", "1"]
     assert main(start(tmp_path, tiny_bert, data, *more, **changes)) == 0
     assert before.items() < records(tmp_path).items() and len(records(tmp_path)) == 2
     with pytest.raises(UserError, match=r"another run \(train.max_steps 2, not 3\); set another"):
         main(start(tmp_path, tiny_bert, data, "--max_steps", "3", **changes))
 
 
-def write_own(folder: Path) -> list[str]:
-    """Writes own rows that words decide; returns the flags."""
-    own = []
-    for name, count in (("train", 40), ("test", 20)):
-        texts = [f"len {('ros', 'nar')[n % 2]} {NOUNS[n % 5]} {n}" for n in range(count)]
-        rows = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
-        own += [f"--{name}_file", write_rows(folder / f"{name}.csv", rows)]
-    return own
-
-
-def test_failed_runs_are_tried_again_and_incompatible_ones_are_not(
-    tiny_bert: Path, glue: Path, tmp_path: Path
-) -> None:
-    """Their errors stay until the run is tried: another element of an array reads them, too."""
+def test_failed_runs_are_tried_again(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
+    """Not by the same command; their errors stay until then: another element of an array reads them, too."""
     flags = start(tmp_path, tiny_bert, glue, systems=["cls", "multicls"], seeds=[1])
     with mock.patch("finetune.training.TaskTrainer.run", side_effect=UserError("out of memory")):
         assert main(flags) == 1
     errors = {path.parents[2].name: path for path in tmp_path.rglob("error.json")}
     assert sorted(errors) == ["bert-cls", "bert-multicls"]
-    os.utime(errors["bert-cls"], (1, 1))  # failed long ago
-    with mock.patch.object(grid, "run_finetune", side_effect=KeyboardInterrupt) as tried:
+    run = next(run for run in runs_of(tmp_path, model=[f"bert={tiny_bert}"]) if run.seed == 1)
+    run = run.model_copy(update={"output_dir": str(tmp_path / "results")})
+    with mock.patch.object(grid, "run_finetune", side_effect=KeyboardInterrupt):
+        assert grid.attempt(run, began=1.0), "failed since the command began"
         with pytest.raises(KeyboardInterrupt):
             main(flags)
-        assert [call.args[0].system for call in tried.call_args_list] == ["bert-cls"]
     assert all(path.exists() for path in errors.values())
     assert main(flags) == 0 and not errors["bert-cls"].exists()
 
@@ -252,21 +221,6 @@ def test_elements_of_an_array_leave_when_nothing_is_left_to_start(
     assert main(flags) == 0 and [run.train_size for run in order] == [40, 40, 16]
 
 
-def test_mistakes_in_own_rows_are_refused_also_over_a_finished_folder(
-    tiny_bert: Path, tmp_path: Path
-) -> None:
-    flags = ["--systems", "mean", "--model", f"m={tiny_bert}", "--max_steps", "1"]
-    flags += ["--max_length", "24", "--output_dir", str(tmp_path / "results"), *write_own(tmp_path)]
-    assert main(flags) == 0
-    load_tasks_cache.cache_clear()  # as in a new process
-    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
-    with pytest.raises(UserError, match="label '0' is not in the training rows"):
-        main(flags)
-    (tmp_path / "train.csv").unlink()
-    with pytest.raises(UserError, match=r"train.csv: No such file"):
-        main(flags)
-
-
 @pytest.mark.parametrize(
     "words",
     [["isobn", "cln"], ["isobn,cln"], ['["isobn", "cln"]'], ['{"isobn": {"head": "isobn"}}']],
@@ -279,48 +233,13 @@ def test_systems_as_the_help_says(words: list[str]) -> None:
     assert (runs[0].pooling, runs[0].system) == ("mean", "m-isobn")
 
 
-@pytest.mark.parametrize("words", [["facets", "cls"], ["facets,cls"]])
+@pytest.mark.parametrize("words", [["mean", "facets"], ["mean,facets"]])
 def test_names_choose_among_the_systems_of_a_recipe(words: list[str]) -> None:
-    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", *words]
+    flags = ["--recipe", "heads_100", "--tasks", "rte", "--model", "m=M", "--systems", *words]
     options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
-    settings = parse(GridSettings, [*flags, "--subsets", "1"], **options)
-    runs = [(run.system, run.head, run.pooling) for run in expand(settings)]
-    assert runs == [("m-facets", "facets", "cls"), ("m-cls", "cls", "cls")]
-
-
-def test_a_wrong_system_is_one_mistake() -> None:
-    flags = ["--recipe", "own", "--tasks", "rte", "--model", "m=M", "--systems", "mean_"]
-    options: Any = {"prog": "grid.py", "shortcuts": grid.SHORTCUTS, "recipes": "finetune/recipes"}
-    with pytest.raises(UserError) as error:
-        expand(parse(GridSettings, flags, **options))
-    assert str(error.value) == "--head 'mean_': no such head. Did you mean 'mean'?"
-
-
-def test_ctrl_c_has_a_line(
-    tiny_bert: Path, glue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (
-        mock.patch.object(grid, "work", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        main(start(tmp_path, tiny_bert, glue))
-    assert "stopped by SIGINT; the same command resumes" in capsys.readouterr().out
-
-
-def test_own_rows_with_a_test_file(
-    tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = write_own(tmp_path)
-    changes = {"systems": ["mean", "cls"], "tasks": [], "train_sizes": [20], "subsets": 2}
-    settings = GRID["settings"] | {"selection": "holdout", "max_length": 5}
-    flags = start(tmp_path, tiny_bert, None, **changes, seeds=[1], settings=settings)
-    with mock.patch("finetune.run._printed", set()):
-        assert main([*flags, *own]) == 0
-    out = capsys.readouterr().out
-    assert out.count("lose their end") == out.count("2 classes: ") == 1, "said once a grid"
-    runs = load_results(tmp_path / "results")
-    assert Counter(run["system"] for run in runs) == {"bert-mean": 2, "bert-cls": 2}
-    assert all("test" in run["splits"] for run in runs)
+    settings = parse(GridSettings, [*flags, "--seeds", "1"], **options)
+    runs = [(run.system, run.head) for run in expand(settings)]
+    assert runs == [("m-mean", "mean"), ("m-facets", "facets")]
 
 
 KILLS = int(os.environ.get("MULTICLS_KILLS", "2"))  # more take minutes
@@ -340,15 +259,12 @@ def records(folder: Path) -> dict[Path, int]:
 def outputs(folder: Path) -> Any:
     """Returns the outputs of all finished runs in a folder on dev, (runs, N, C)."""
     runs = sorted(path.parent for path in folder.rglob("record.json"))
-    return np.stack([load_predictions(run, "sst2")["dev"]["logits"] for run in runs])
+    return np.stack([np.stack(read_predictions(run, "sst2")["outputs"]) for run in runs])
 
 
 @pytest.mark.slow
 def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_path: Path) -> None:
-    """A helper and a command are killed in turn, at random moments; then two commands share the rest.
-
-    The helpers of a killed command end, too.
-    """
+    """One of two commands is killed at a time, at random moments, and started again; then they finish the rest."""
     draw, many = random.Random(KILLS), KILLS > 9
     train = {"max_steps": 200 if many else 30, "eval_every": 10, "checkpoint_minutes": 1e-3}
     changes: dict[str, Any] = {
@@ -359,31 +275,20 @@ def test_kills_lose_no_run_and_alter_no_number(tiny_bert: Path, glue: Path, tmp_
     calm.mkdir()
     rough.mkdir()
     flags = start(rough, tiny_bert, glue, **changes)
-    command = begin([*flags, "--jobs", "2"])
-    finished: dict[Path, int] = {}
+    commands, finished = [begin(flags), begin(flags)], dict[Path, int]()
     for number in range(KILLS):
-        until(partial(at_work, command, rough))
+        until(partial(at_work, commands[0], rough))
         time.sleep(draw.uniform(0, 3 if many else 0.5))
-        helpers = children(command.pid)
-        if number % 2 == 0 and command.poll() is None:
-            os.kill(max(helpers), signal.SIGKILL)
-        else:
-            command.kill()
-            command.wait()
-            until(partial(have_ended, helpers))
-            command = begin([*flags, "--jobs", "2"] if number + 1 < KILLS else flags)
+        commands[number % 2].kill()
+        commands[number % 2].wait()
+        commands[number % 2] = begin(flags)
         before, finished = finished, records(rough)
         assert before.items() <= finished.items(), "a finished run was done again"
-    second = begin(flags)
     assert main(start(calm, tiny_bert, glue, **changes)) == 0
-    assert (command.wait(), second.wait()) == (0, 0)
+    assert [command.wait() for command in commands] == [0, 0]
     np.testing.assert_allclose(outputs(rough), outputs(calm), atol=1e-6)  # other threads
     tables = [build_report(path / "results").table for path in (calm, rough)]
     assert tables[0] == tables[1]
-
-
-def have_ended(processes: list[int]) -> bool:
-    return not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
 def at_work(command: subprocess.Popen[bytes], folder: Path) -> bool:

@@ -47,7 +47,9 @@ def test_equals_a_loop_over_layers_and_examples() -> None:
     output = model(**INPUTS)
     logits, weights = naive(model, INPUTS)
     torch.testing.assert_close(output.logits, logits, rtol=1e-9, atol=1e-9)
-    found = output.layer_weights.double()  # of a softmax in float32
+    states = model.encoder(**INPUTS, output_hidden_states=True).hidden_states
+    lengths = INPUTS["attention_mask"].sum(dim=1)
+    found = model.head.weigh(torch.stack(states), lengths).double()  # of a softmax in float32
     torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
     assert weights.shape == (3, 8) and weights.std() > 0.01, "the layers do differ"
     gradients = []
@@ -76,7 +78,7 @@ def test_ablations(options: dict[str, Any], width: int) -> None:
     last = states[-1]
     assert dense.in_features == width
     if options == {"layers": "none"}:
-        assert output.layer_weights is None and not hasattr(model.head, "reader")
+        assert not hasattr(model.head, "reader")
         M = torch.cat([last, last, 2 * last, last * last], dim=-1)[1]  # the row without padding
         expected = torch.tanh(dense(model.head.fusion(M)[0][0]))
         torch.testing.assert_close(output.features[1], expected)

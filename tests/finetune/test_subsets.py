@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.benchmark_tasks import read_task
-from finetune.own_data import load_own
-from finetune.settings import OwnDataSettings, RunSettings
+from finetune.settings import RunSettings
 from finetune.subsets import draw_rows, hold_out, select_rows
 from finetune.tasks import TASKS, Example, TaskData
 from multicls.errors import UserError
-from tests.finetune.runs import write_rows
 
 # 450, 40 and 10 rows of three classes
 SKEWED = [float(row % 10 == 0) + float(row % 50 == 0) for row in range(500)]
@@ -50,20 +48,20 @@ def test_committed_hash_of_the_holdout() -> None:
     rows = draw_rows(500, 100, 1)
     table = {row: (SKEWED[row], row) for row in rows}
     expected = "2a06517c57e3b243fb33012dc758f0d847d1d4aaf4991fc00b6f4b6a408a0ef1"
-    assert sha256(sorted(hold_out(table, 0.2, 1))) == expected
+    assert sha256(sorted(hold_out(table, 1))) == expected
 
 
 def test_holdout_keeps_classes_in_proportion_and_units_together() -> None:
     rows = set(range(500))
-    held = hold_out({row: (SKEWED[row], row) for row in rows}, 0.2, 1)
+    held = hold_out({row: (SKEWED[row], row) for row in rows}, 1)
     assert Counter(SKEWED[row] for row in held) == {0.0: 90, 1.0: 8, 2.0: 2}
-    grouped = hold_out({row: (0, row // 7) for row in rows}, 0.2, 1)
+    grouped = hold_out({row: (0, row // 7) for row in rows}, 1)
     assert {row // 7 for row in grouped}.isdisjoint(row // 7 for row in rows - grouped)
     assert len({row // 7 for row in grouped}) == round(0.2 * 72)
     two: dict[int, tuple[int, int]] = {4: (0, 4), 9: (1, 9)}
-    assert [len(hold_out(two, share, 1)) for share in (0.01, 0.99)] == [1, 1]
+    assert len(hold_out(two, 1)) == 1
     with pytest.raises(UserError, match="2 training rows of one text or passage cannot be divided"):
-        hold_out({4: (0, "a"), 9: (1, "a")}, 0.2, 1)
+        hold_out({4: (0, "a"), 9: (1, "a")}, 1)
 
 
 @pytest.mark.parametrize("size", [300, "full"])
@@ -97,18 +95,18 @@ def test_the_hash_covers_all_but_names_of_files() -> None:
     other |= {"choices": ("x",), "spans": ((0, 0, 1),)}
     hashes = {sha256(row), sha256(row, labels=("neg", "pos")), sha256(row, row)}
     hashes |= {sha256(replace(row, **{name: value})) for name, value in other.items()}
-    assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id", "place"}
-    assert sha256(replace(row, id="validation:1", place="b.csv:7")) == sha256(row)
+    assert len(hashes) == 3 + len(other) and set(vars(row)) == {*other, "id"}
+    assert sha256(replace(row, id="validation:1")) == sha256(row)
 
 
-def test_several_labels_a_row_are_drawn_and_held_out(tmp_path: Path) -> None:
-    rows = [{"text": f"{n}", "label": ["a", "b"][n % 2 : n % 3 + 1]} for n in range(40)]
-    file = write_rows(tmp_path / "own.jsonl", rows)
-    data = load_own(OwnDataSettings(train_file=file, test_file=file))
-    splits = select_rows(data, 20, 1, True).splits
-    sizes = {"train": 16, "validation": 4, "dev": 8, "test": 40}
-    assert {name: len(rows) for name, rows in splits.items()} == sizes
-    assert "there are 32 rows, and all are taken" in select_rows(data, 33, 1, False).notes[-1]
+def test_several_labels_a_row_are_held_out_by_the_rarest() -> None:
+    task = replace(TASKS["sst2"], labels=("a", "b"), multi_label=True)
+    rows = [Example(f"{n}", (f"{n}",), 0.0, labels=(1.0, float(n < 2))) for n in range(40)]
+    splits = select_rows(TaskData(task, rows, []), "full", 1, True).splits
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 32, "validation": 8}
+    assert sum(row.labels[1] for row in splits["validation"]) == 1
+    notes = select_rows(TaskData(task, rows, []), 41, 1, False).notes
+    assert "there are 40 rows, and all are taken" in notes[-1]
 
 
 def test_shots_are_rows_of_each_class() -> None:
@@ -129,31 +127,14 @@ def test_shots_are_rows_of_each_class() -> None:
         RunSettings(model="m", head="cls", task="rte", train_size="0-shot")
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=2, max_size=60), st.floats(0.05, 0.9), st.integers(0, 3)
-)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=60), st.integers(0, 3))
 def test_every_class_of_two_units_is_on_both_sides_where_that_is_possible(
-    classes: list[int], share: float, seed: int
+    classes: list[int], seed: int
 ) -> None:
-    held = hold_out(dict(enumerate(zip(classes, range(len(classes)), strict=True))), share, seed)
+    held = hold_out(dict(enumerate(zip(classes, range(len(classes)), strict=True))), seed)
     sizes, taken = Counter(classes), Counter(classes[row] for row in held)
     assert 1 <= len(held) < len(classes)
     if max(sizes.values()) > 1:
         assert all(taken[name] < size for name, size in sizes.items()), "all stay in train"
     several = [name for name, size in sizes.items() if size > 1]
     assert sum(taken[name] > 0 for name in several) >= min(len(several), len(held))
-
-
-def test_classes_that_a_side_lacks_are_named(tmp_path: Path) -> None:
-    """198 rows of one class and two of another: dev has one of the two. A class of one row is named."""
-    labels = ["neg"] * 197 + ["pos", "once", "pos"]
-    rows = [{"text": f"{n}", "label": label} for n, label in enumerate(labels)]
-    data = load_own(OwnDataSettings(train_file=write_rows(tmp_path / "own.jsonl", rows)))
-    names = [data.task.labels[int(row.label)] for row in data.dev]
-    assert Counter(names) == {"neg": 39, "pos": 1}
-    assert "dev has no row of 1 of 3 classes: once" in data.notes
-    notes = select_rows(data, 50, 1, True).notes
-    assert any(note.startswith("validation has no row of ") for note in notes)
-    rare = [{"text": f"{n}", "label": ["a", *["b"] * (n < 2)]} for n in range(40)]
-    several = load_own(OwnDataSettings(train_file=write_rows(tmp_path / "m.jsonl", rare)))
-    assert sum(row.labels[1] for row in several.dev) == 1, "by the rarest label"

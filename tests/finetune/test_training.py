@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,20 +16,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
+from transformers import AutoModelForSequenceClassification
 
 from finetune.benchmark_tasks import read_task
-from finetune.encoding import Encoded
 from finetune.heads.build import build_model
-from finetune.predict import predict
 from finetune.run import run_finetune
+from finetune.saved import SavedSystem
 from finetune.subsets import draw_rows
-from finetune.tasks import TASKS, Example
+from finetune.tasks import TASKS
 from finetune.training import (
-    Chunk,
-    ChunkSampler,
+    StepPlan,
     TaskTrainer,
-    _class_weights,
     row_batches,
     task_batches,
 )
@@ -96,37 +92,29 @@ def plain_loop(folder: Path, glue: Path, **changes: float) -> np.ndarray[Any, An
         return np.asarray(model.eval()(**batch).logits.numpy())
 
 
-@pytest.mark.parametrize("micro", [None, 1, 2])
-def test_cls_learns_what_a_plain_loop_learns(
-    micro: int | None, still_bert: Path, glue: Path, tmp_path: Path
-) -> None:
+def test_cls_learns_what_a_plain_loop_learns(still_bert: Path, glue: Path, tmp_path: Path) -> None:
     """Batches of 5, 5, 2 and 5 rows; the controls are what this would otherwise not notice."""
-    record = finetune(still_bert, glue, tmp_path, **PLAIN, train__micro_batch_size=micro)
+    record = finetune(still_bert, glue, tmp_path, **PLAIN)
     np.testing.assert_allclose(logits_of(record), plain_loop(still_bert, glue), atol=2e-5)
     for other in ({"max_grad_norm": 1e9}, {"weight_decay": 0.0}):
         assert np.abs(logits_of(record) - plain_loop(still_bert, glue, **other)).max() > 5e-5
 
 
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
-def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int, micro: int) -> None:
-    """Together the ranks see each row of each step once, in equal parts, and run the model equally often."""
-    train = {"batch_size": batch, "max_steps": 5, "micro_batch_size": micro}
-    values = {f"train__{name}": value for name, value in train.items()}
-    settings = settings_of("m", Path("x"), Path("x"), **values)
-    steps: list[list[Chunk]] = [[] for _ in range(5)]
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4))
+def test_ranks_share_the_steps_of_one_rank(size: int, batch: int, world: int) -> None:
+    """Together the ranks see each row of each step once, in equal parts, and each runs the model once."""
+    train = {"train__batch_size": batch, "train__max_steps": 5}
+    settings = settings_of("m", Path("x"), Path("x"), **train)
+    plans = []
     for rank in range(world):
         with mock.patch("finetune.training.rank_and_world", return_value=(rank, world)):
-            sampler = ChunkSampler(settings, [size, 3])
-        chunks = [chunk for (chunk,) in sampler]
-        assert len(chunks) == len(sampler) == 5 * sampler.accumulation
-        for chunk in chunks:
-            steps[chunk.number // sampler.chunks].append(chunk)
-    for here, (task, rows) in zip(steps, task_batches([size, 3], batch, 1, "proportional")):  # noqa: B905
-        here.sort()
-        assert [row for chunk in here if chunk.counted for row in chunk.rows] == rows
-        assert {chunk.task for chunk in here} == {task} and all(chunk.rows for chunk in here)
-        sizes = [len(chunk.rows) * chunk.counted for chunk in here]
-        assert max(sizes) - min(sizes) <= 1
+            plans.append(StepPlan(settings, [size, 3]))
+    batches = islice(task_batches([size, 3], batch, 1, "proportional"), 5)
+    for *shares, (task, rows) in zip(*plans, batches, strict=True):
+        assert [row for share in shares if share.counted for row in share.rows] == rows
+        assert {(share.task, share.rows_of_step) for share in shares} == {(task, len(rows))}
+        sizes = [len(share.rows) * share.counted for share in shares]
+        assert max(sizes) - min(sizes) <= 1 and all(share.rows for share in shares)
 
 
 def test_epochs_hold_every_row_of_every_task_once_and_round_robin_takes_turns() -> None:
@@ -138,12 +126,6 @@ def test_epochs_hold_every_row_of_every_task_once_and_round_robin_takes_turns() 
     assert [task for task, _ in epoch] != sorted(task for task, _ in epoch), "mixed"
     turns = task_batches([10, 30, 5], 4, 1, "round_robin")
     assert [next(turns)[0] for _ in range(20)] == [0, 1, 2] * 6 + [0, 1]
-
-
-def test_best_evaluation_wins_and_patience_stops(tune: Tune) -> None:
-    options = {"train__eval_every": 1, "train__patience": 3, "train__learning_rate": 1e-30}
-    record = tune(**options)
-    assert (record["best_step"], record["steps"], len(record["history"])) == (1, 4, 4)
 
 
 def test_of_equal_scores_the_lower_loss_wins_and_the_last_step_has_a_loss_of_its_own(
@@ -160,25 +142,6 @@ def test_of_equal_scores_the_lower_loss_wins_and_the_last_step_has_a_loss_of_its
     assert record["best_step"] == steps[int(np.argmin(picking))] > 15
 
 
-def test_scores_stay_float32_under_deepspeed(tune: Tune) -> None:
-    """Trainer rounds all floating inputs to DeepSpeed's bf16: 0.76 becomes 0.7617."""
-    seen = list[torch.Tensor]()
-
-    def rounded(self: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs | {"labels": inputs["labels"].bfloat16()}
-
-    def loss(problem: str, logits: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(labels)
-        return logits.sum()
-
-    patches = {"transformers.Trainer._prepare_inputs": rounded, "finetune.training.loss_sum": loss}
-    with ExitStack() as stack:
-        for name, function in patches.items():
-            stack.enter_context(mock.patch(name, function))
-        tune(task="stsb", train__max_steps=1)
-    assert {labels.dtype for labels in seen} == {torch.float32}
-
-
 def test_holdout_reports_the_best_weights_not_the_last(tune: Tune, glue: Path) -> None:
     common = {"train_size": 40, "selection": "holdout", "train__eval_every": 4, "train__epochs": 4}
     record = tune(**common, save_model=True)
@@ -188,17 +151,14 @@ def test_holdout_reports_the_best_weights_not_the_last(tune: Tune, glue: Path) -
     assert record["best_step"] == max(ranked, key=lambda step: ranked[step])
     (entry,) = record["tasks"]
     assert (entry["train_rows"], entry["splits"]["validation"]["rows"]) == (32, 8)
-    dev = read_task(TASKS["sst2"], str(glue)).dev
-    again = predict(str(Path(record["path"]) / "model"), 0, TASKS["sst2"], dev)
-    expected = logits_of(record) / record["tasks"][0]["temperature"]
-    np.testing.assert_allclose(again, expected, atol=1e-5)
+    dev = [row.texts for row in read_task(TASKS["sst2"], str(glue)).dev]
+    again = SavedSystem(Path(record["path"]) / "model").predict(dev)
+    np.testing.assert_allclose(again, logits_of(record), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"train__class_weights": "balanced", "task": "stsb"}, "--class_weights: task stsb"),
-        ({"trainer": {"optim": "adagrat"}}, "adagrat"),
         ({"config": "ds_configs/zero3.json"}, "no ZeRO stage 3 here"),
         ({"train__learning_rate": 1e38, "train__max_grad_norm": 1e30}, "not a finite number"),
     ],
@@ -211,29 +171,11 @@ def test_what_cannot_be_trained_is_refused(
     assert not list(tmp_path.glob("*/*/*/record.json"))
 
 
-def test_an_encoder_without_gradient_checkpointing_is_refused(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
-    with pytest.raises(UserError, match="trainer.gradient_checkpointing: bert has none"):
-        tune(trainer={"gradient_checkpointing": True})
-
-
-def test_training_arguments_and_class_weights_are_used(
-    still_bert: Path, glue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_adam_are_used(still_bert: Path, glue: Path, tmp_path: Path) -> None:
     plain = logits_of(finetune(still_bert, glue, tmp_path / "a", **PLAIN))
-    scheduler = {"lr_scheduler_type": "constant"}
-    changes: dict[str, Any] = {"trainer": scheduler, "train__class_weights": "balanced"}
-    for name, value in changes.items():
+    for name, value in (("train__adam_beta2", 0.9), ("train__adam_epsilon", 1e-2)):
         other = logits_of(finetune(still_bert, glue, tmp_path / name, **PLAIN | {name: value}))
         assert np.abs(plain - other).max() > 1e-5
-    calls = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
-    monkeypatch.setattr("transformers.modeling_utils.checkpoint", calls)
-    checkpointing = {"trainer": {"gradient_checkpointing": "True"}}
-    same = finetune(still_bert, glue, tmp_path / "c", **PLAIN, **checkpointing)
-    assert calls.called
-    np.testing.assert_allclose(plain, logits_of(same), atol=1e-5)
 
 
 def command(folder: Path, settings: Any) -> list[str]:
@@ -299,24 +241,22 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     """It is named, and stays until the run has one of its own; that of other ranks is resumed."""
     folder = settings_of(tiny_bert, glue, tmp_path, **LONG).folder
     with monkeypatch.context() as patch:  # killed while it writes its predictions
-        patch.setattr(
-            "finetune.results.write_predictions", mock.Mock(side_effect=KeyboardInterrupt)
-        )
+        patch.setattr("finetune.run.write_run", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tune(**LONG | {"train__max_steps": 50})
         assert newest(folder) == 45 and not (folder / "record.json").exists()
         for error in (UserError("model"), KeyboardInterrupt()):
-            patch.setattr(TaskTrainer, "train", mock.Mock(side_effect=error))
+            patch.setattr(TaskTrainer, "train_step", mock.Mock(side_effect=error))
             with pytest.raises(type(error)):
                 tune(**LONG | {"train__max_steps": 10})
         assert newest(folder) == 45, "kept: nothing better is there yet"
     assert "it is of another run (train.max_steps 50, not 10)" in capsys.readouterr().out
     mark = folder / "checkpoint-45" / "run.json"
     write_json(mark, read_json(mark) | {"ranks": 2})
-    trainer = mock.Mock(spec=TaskTrainer, is_deepspeed_enabled=True)
-    trainer.identity, trainer.args = read_json(mark) | {"ranks": 1}, mock.Mock(output_dir=folder)
-    with pytest.raises(UserError, match="checkpoint-45: written by 2 ranks, not 1"):
-        TaskTrainer._newest_checkpoint(trainer)
+    trainer = mock.Mock(settings=mock.Mock(config="ds_configs/zero2.json"), folder=folder)
+    trainer.identity = read_json(mark) | {"ranks": 1}
+    assert TaskTrainer.newest_checkpoint(trainer) is None, "DeepSpeed's is for its ranks alone"
+    assert "it is of another run (ranks 2, not 1)" in capsys.readouterr().out
     state = torch.load(folder / "checkpoint-45" / "run.pt", weights_only=True)
     torch.save(state | {"seconds": 1000.0}, folder / "checkpoint-45" / "run.pt")
     record = tune(**LONG | {"train__max_steps": 50})
@@ -328,8 +268,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(
 rank_cases = Path(__file__).with_name("rank_cases.py")  # which imports this module
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "accumulated": {"train__micro_batch_size": 1, "selection": "holdout"},
-    "isobn": {"head": "isobn", "train_size": 17, "train__micro_batch_size": 2},
+    "isobn": {"head": "isobn", "selection": "holdout", "train__batch_size": 4},
     "cln": {"head": "cln", "task": "sst2,stsb"},
     "zero1": {"config": "ds_configs/zero1.json"},
     "zero2": {"config": "ds_configs/zero2.json"},
@@ -342,9 +281,6 @@ def case(name: str, model: str, glue: str, output: str, several: bool) -> Any:
     values = common | RANKS[name]
     if not several:
         values["config"] = ""
-        values.setdefault("train__micro_batch_size", 2)
-        if name == "isobn":  # its statistics are of all ranks: one rank takes all rows at once
-            values["train__micro_batch_size"] = 4
     return settings_of(model, Path(glue), Path(output) / name, **values)
 
 
@@ -381,18 +317,11 @@ def test_normalisation_takes_the_rows_of_both_ranks_for_one_batch(launched: Path
     assert_ranks_are_one_batch(launched)
 
 
-def test_balanced_weights_make_up_for_the_frequency_of_the_classes(tiny_bert: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    rows = [Example(str(n), ("bal",), float(n == 0)) for n in range(4)]
-    weights = _class_weights(Encoded(TASKS["sst5"], rows, tokenizer))  # three classes have no row
-    assert weights[:2].tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
-
-
-def test_each_micro_batch_has_its_own_dropout(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps of the same rows in two micro-batches, at a rate of 0: only dropout changes the loss."""
+def test_each_step_has_its_own_dropout(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of the same rows at a rate of 0: only dropout changes the loss."""
     seeds = mock.Mock(wraps=dropout_seed)
     monkeypatch.setattr("finetune.training.dropout_seed", seeds)
-    train = {"max_steps": 4, "eval_every": 1, "learning_rate": 1e-30, "micro_batch_size": 2}
+    train = {"max_steps": 4, "eval_every": 1, "learning_rate": 1e-30}
     record = tune(**{f"train__{key}": value for key, value in train.items()}, train_size=4, seed=3)
-    assert seeds.call_args_list == [mock.call(3, number) for number in range(8)]
+    assert seeds.call_args_list == [mock.call(3, number) for number in range(4)]
     assert np.ptp([entry["loss"] for entry in record["history"]]) > 1e-4

@@ -20,7 +20,7 @@ CHECKS = [name for name in vars(without_project) if name.startswith("check_")]
 KINDS = list(FAMILIES) if os.environ.get("MULTICLS_ENCODERS") == "all" else ["bert", "modernbert"]
 # Padding changes what ConvBERT computes; the tiny vocabulary of DeBERTa holds [MASK] as a word of its own.
 SKIPPED = [("convbert", "check_trainer"), ("deberta-v2", "check_sentence_transformers")]
-SKIPPED += [("bert", "check_onnx")]  # slow; tests/finetune/test_export.py exports a BERT
+SKIPPED += [("bert", "check_onnx")]  # slow; another encoder is exported
 CASES = [(kind, check) for kind in KINDS for check in CHECKS if (kind, check) not in SKIPPED]
 Results = dict[tuple[str, str], str | None]
 
