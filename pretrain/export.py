@@ -164,28 +164,24 @@ def build_model(
     return build(checkpoint, **fields, report=report)
 
 
-def model_before(folder: RunFolder, facets: bool = True) -> tuple[Any, Any]:
-    """Returns the model that a run began with, built again, and its tokenizer; see `build_model`."""
+def model_before(folder: RunFolder) -> tuple[Any, Any]:
+    """Returns the model that a run began with, without new facets, and its tokenizer.
+
+    With `run.keep_best` the run has saved it; else it is built again.
+    """
     import torch
-
-    settings = settings_of(folder)
-    commit = read_json(folder.model / EXPORT_INFO)["base_commit"]
-    torch.manual_seed(settings.train.seed)
-    model = settings.model.model_copy(update={"revision": commit or settings.model.revision})
-    return build_model(model, facets=facets)
-
-
-def untouched_model(folder: RunFolder) -> tuple[Any, Any]:
-    """Returns the model before training without new facets, as the run has saved it, and its tokenizer."""
     from transformers import AutoModelForPreTraining, AutoTokenizer
 
     from multicls.build import quiet_transformers  # registers the model, too
 
-    if not folder.before.exists():  # of a run without `run.keep_best`
-        return model_before(folder, facets=False)
-    with quiet_transformers():
-        model = AutoModelForPreTraining.from_pretrained(folder.before, **LOCAL)
-        return model, AutoTokenizer.from_pretrained(folder.before, **LOCAL)
+    if folder.before.exists():
+        with quiet_transformers():
+            model = AutoModelForPreTraining.from_pretrained(folder.before, **LOCAL)
+            return model, AutoTokenizer.from_pretrained(folder.before, **LOCAL)
+    settings, commit = settings_of(folder), read_json(folder.model / EXPORT_INFO)["base_commit"]
+    torch.manual_seed(settings.train.seed)
+    source = settings.model.model_copy(update={"revision": commit or settings.model.revision})
+    return build_model(source, facets=False)
 
 
 def write_model(folder: RunFolder, step: int, output: Path) -> None:
@@ -215,7 +211,7 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
             path = folder.checkpoint(step)
             raise UserError(f"{path}: was deleted meanwhile; export a newer one.") from None
     else:
-        model, tokenizer = untouched_model(folder)
+        model, tokenizer = model_before(folder)
         info = read_json(folder.model / EXPORT_INFO)
         if topics:  # the vocabulary that they were made for, which may have new facets
             model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)

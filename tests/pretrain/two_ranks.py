@@ -15,7 +15,7 @@ from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from pretrain.batches import MicroBatch
 from pretrain.engine import Engine
 from pretrain.metrics import MetricSums, means
-from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.settings import PretrainSettings
 from pretrain.trainer import NonFiniteGuard, add_terms, train_step
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
@@ -70,9 +70,16 @@ def make_engine(deepspeed: Any, case: Case, **more: Any) -> tuple[Engine, Pretra
     """Returns the engine of a case and its settings; `more` are keys of the DeepSpeed JSON."""
     chosen = settings(**case.changes)
     train, precision = chosen.train, case.changes.get("precision", "fp32")
-    batch = batch_arithmetic(train, torch.distributed.get_world_size())
-    file = load_deepspeed_config(f"ds_configs/{case.file}.json")
-    config = complete_deepspeed_config(file, precision=precision, **batch) | more
+    ranks = torch.distributed.get_world_size()
+    config = complete_deepspeed_config(
+        load_deepspeed_config(f"ds_configs/{case.file}.json"),
+        micro_batch_size=int(train.micro_batch_size),
+        accumulation=train.passes(ranks),
+        world_size=ranks,
+        max_grad_norm=train.max_grad_norm,
+        precision=precision,
+    )
+    config |= more
     if case.file == "zero3":  # nothing so small would be shared out
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model(**case.model)
