@@ -6,7 +6,7 @@ Everything private of DeepSpeed that pretraining uses is here and nowhere else; 
 took 80 ms, of which the card worked 9. DeepSpeed's update took 31 ms: a scan for NaN, a norm and a new view for each
 of 217 weights, 2,621 + 467 + 868 operators. Its hooks on each gradient took 13 ms of the backward pass.
 `FlatGradients` replaces both by operations on one flat tensor for each group of parameters. The numbers are the same to
-the bit (tests/pretrain/test_flat_gradients.py). Forward and backward pass become one CUDA graph (pretrain/graphs.py).
+the bit (tests/pretrain/test_ds_configs.py). Forward and backward pass become one CUDA graph (pretrain/graphs.py).
 """
 
 import argparse
@@ -221,7 +221,7 @@ class Engine:
 
     def gather_negatives(
         self, batches: Sequence[MicroBatch], seeds: Sequence[int]
-    ) -> tuple[Tensor | None, Terms]:
+    ) -> tuple[Sequence[Tensor | None], Terms]:
         """Computes MCQT among all examples of a step, over its micro-batches and ranks, before the passes.
 
         The gradients of a large group are cached (Gao et al., 2021, arXiv:2101.06983): the embeddings of all
@@ -229,11 +229,11 @@ class Engine:
         part of them. The result is that of one group in one pass. It costs one more forward pass.
 
         Returns:
-            The gradients of this rank's facet embeddings, (A, B, S, D) for A micro-batches, and terms of metrics;
-            (None, {}) where groups stay in a micro-batch.
+            The gradients of the facet embeddings of each of this rank's micro-batches, (B, S, D), or None where groups
+            stay in a micro-batch; and terms of metrics.
         """
         if not self._gathers:
-            return None, {}
+            return [None] * len(batches), {}
         embedded = []
         with torch.no_grad():
             for batch, seed in zip(batches, seeds, strict=True):
@@ -257,7 +257,7 @@ class Engine:
             "acc/mcqt": right_answers(scores, len(scores[0])),
         }
         # The mean over ranks and micro-batches, which DeepSpeed takes, must be the sum of the parts.
-        return own * (len(batches) * ranks * self._weights["mcqt"]), terms
+        return (own * (len(batches) * ranks * self._weights["mcqt"])).unbind(), terms
 
     def run_pass(
         self,

@@ -19,7 +19,7 @@ from pydantic_settings import CliPositionalArg
 from multicls.cards import EXPORT_INFO, inherited_metadata, write_sentence_transformer
 from multicls.console import print_summary
 from multicls.errors import UserError, print_stderr, run_command
-from multicls.files import atomic_folder, read_json, write_json
+from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
 from pretrain.folder import RunFolder
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{folder.path}: {known if steps else 'has no checkpoint to export yet'}.")
-    if output.resolve() == folder.export.resolve() and folder.is_locked:
+    if output.resolve() == folder.export.resolve() and lock_holder(folder.path):
         raise UserError(f"--output {output}: the training writes this folder; set another one.")
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if output.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
@@ -64,17 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def chosen_step(folder: RunFolder, steps: Sequence[int]) -> int:
     """Returns the step of the best checkpoint where the run keeps it, else of the newest; 0: there is none."""
-    newest = max(steps, default=0)
-    if not settings_of(folder).run.keep_best:
-        return newest
-    if best := folder.best_step:
-        return best if best in steps else newest
-    if folder.done.exists():
+    keeps_best, best = settings_of(folder).run.keep_best, folder.best_step
+    if keeps_best and not best and folder.done.exists():
         print_stderr(
             f"note: no step was better than step 0, so {folder.export} is the model before training; this is that of "
-            f"step {newest}"
+            f"step {max(steps, default=0)}"
         )
-    return newest
+    return best if keeps_best and best in steps else max(steps, default=0)
 
 
 def settings_of(folder: RunFolder) -> PretrainSettings:
@@ -112,10 +108,12 @@ def describe_model(
         write_sentence_transformer(fresh, model.sentence_files)
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
-        metadata = inherited_metadata(source) if source else {}
-        commit = getattr(model.config, "_commit_hash", None)  # of the Hub
-        info = {"metadata": metadata, "corpus": corpus, "base_commit": commit}
-        info["new_weights"] = sorted(model.new_weights)
+        info = {
+            "metadata": inherited_metadata(source) if source else {},
+            "corpus": corpus,
+            "base_commit": getattr(model.config, "_commit_hash", None),  # of the Hub
+            "new_weights": sorted(model.new_weights),
+        }
         write_json(fresh / EXPORT_INFO, info)
 
 

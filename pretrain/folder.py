@@ -14,13 +14,13 @@ COMPLETE is written last, when all files are on the disk: a checkpoint is whole,
 import errno
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multicls.errors import UserError
-from multicls.files import atomic_write, lock_holder, locked, read_json, write_json
+from multicls.files import atomic_write, lock_holder, read_json, write_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETE = "COMPLETE"  # in a checkpoint; written last
@@ -48,15 +48,6 @@ class RunFolder:
     done = property(lambda self: self.path / "DONE")  # written last
     stopped = property(lambda self: self.path / "STOPPED")  # removed at the next start
     universal = property(lambda self: self.checkpoints / "universal")  # for other ranks; removed
-
-    def locked(self) -> AbstractContextManager[Any]:
-        """Returns a context in which no other process may use the folder. Raises UserError if one does."""
-        return locked(self.path)
-
-    @property
-    def is_locked(self) -> bool:
-        """True if a running process uses the folder."""
-        return bool(lock_holder(self.path))
 
     @property
     def end(self) -> int:

@@ -20,7 +20,7 @@ from multicls.console import print_line, print_summary, print_verdict
 from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
-from multicls.files import REPOSITORY
+from multicls.files import REPOSITORY, locked
 from multicls.labels import LabelledSettings
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
@@ -128,7 +128,7 @@ def run(
         start_loader_server()
     deepspeed = prepare_deepspeed()  # all ranks meet here
     with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(folder.locked()))
+        on_rank_0(lambda: stack.enter_context(locked(folder.path)))
         stack.enter_context(folder.disk_errors_reported())
         setup = Setup(settings, ds_config, Corpus(corpus), folder)
         if not setup.is_finished:

@@ -73,34 +73,31 @@ def read_rows(
     """Returns the rows that a run probes, or None with the reason as a line for the log.
 
     Raises:
-        multicls.errors.UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with
-            other rows and `run.keep_best`, and so could not tell which step is the best.
+        UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with other rows, so
+            that nothing can be compared.
     """
-    run, folder = settings.run, RunFolder(Path(settings.run.output_dir))
     rows = (
         _labelled_rows(settings) if settings.probe.file else _passages(settings, corpus, tokenizer)
     )
-    if rows is None:
+    if not rows.texts:
         few = "too few passages are held out to measure their recall"
-        why = "; so run.keep_best has nothing to choose by" if run.keep_best else ""
+        why = "; so run.keep_best has nothing to choose by" if settings.run.keep_best else ""
         return None, [few + why]
-    old = read_json(folder.plan)["hash"] if folder.plan.exists() else None
-    if resumes and rows.hash != old:
-        problem = (
-            "the run began with other rows to probe, or with none, so that nothing can be compared"
+    plan = RunFolder(Path(settings.run.output_dir)).plan
+    if resumes and (not plan.exists() or read_json(plan)["hash"] != rows.hash):
+        raise UserError(
+            "probe.file: the run began with other rows to probe, or with none, so that nothing can be compared: set "
+            "--probe_file as then, or another --output_dir."
         )
-        if run.keep_best:
-            raise UserError(f"{problem}: set --probe_file as then, or --run.keep_best null.")
-        return None, [f"warning: {problem}: no probe. Set --probe_file as at the start."]
     return rows, list(rows.notes)
 
 
-def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> ProbeRows | None:
-    """Returns passages of held-out documents; None if there are too few."""
+def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> ProbeRows:
+    """Returns passages of held-out documents; no texts if there are too few."""
     fraction = settings.data.validation_fraction
     passages = read_passages(corpus, fraction, tokenizer, ROWS, PER_DOCUMENT)
     if not passages.are_enough:
-        return None
+        return ProbeRows([], passages)
     note = f"next-passage recall: {len(passages.texts)} passages of held-out documents"
     texts = [(text,) for text in passages.texts]
     return ProbeRows(texts, passages, _hash(texts, passages.documents), (note,))

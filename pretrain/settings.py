@@ -60,7 +60,10 @@ class ObjectiveSettings(Settings):
     so: float = Field(1.0, ge=0, description="weight of the loss: order of a part's two segments")
     mcqt: float = Field(1.0, ge=0, description="weight of the loss: which part follows which")
     anchor: float = Field(
-        0.0, ge=0, description="weight of the loss: distance to the embedding before training"
+        0.0,
+        ge=0,
+        description="weight of the loss: distance of the model's own embedding from that before training, or from "
+        "the teacher's",
     )
 
     @property
@@ -97,7 +100,7 @@ class TrainSettings(Settings):
     head_lr_factor: float = Field(
         1.0,
         gt=0,
-        description="factor of the learning rate of new weights: facets and missing heads",
+        description="learning-rate factor of new weights: facets, heads that were missing",
     )
     warmup_ratio: float = Field(
         0.001, ge=0, lt=1, description="linear warm-up, share of the steps; then linear decay to 0"
@@ -113,7 +116,9 @@ class TrainSettings(Settings):
         description="torch.compile of the encoder's layers; auto: ModernBERT's in 16 bits on a GPU",
     )
     unpad: bool | Literal["auto"] = Field(
-        "auto", description="encode no padding, on a GPU; auto: where no attention dropout is lost"
+        "auto",
+        description="leave the padding out of the encoder, in 16 bits on a GPU, uncompiled; auto: where no dropout of "
+        "attention is lost",
     )
     graph: bool | Literal["auto"] = Field(
         "auto", description="replay forward and backward pass as one CUDA graph; auto: on a GPU"

@@ -56,8 +56,7 @@ def train_step(
     seeds = [dropout_seed(train.seed, batch.number) for batch in batches]
     facet_gradients, shared = engine.gather_negatives(batches, seeds)
     terms = []
-    for slot, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
-        gradients = None if facet_gradients is None else facet_gradients[slot]
+    for batch, seed, gradients in zip(batches, seeds, facet_gradients, strict=True):
         terms.append(engine.run_pass(batch, normalizers, seed, gradients, measured) | shared)
     return terms
 

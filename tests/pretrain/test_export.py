@@ -16,8 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoModelForPreTraining, AutoTokenizer
+from transformers import AutoModelForPreTraining
 
 from multicls.errors import UserError
 from multicls.files import append_jsonl, locked, read_json, write_json
@@ -127,21 +126,6 @@ def test_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
     assert_same_files(tmp_path / "model", stopped / "hf")
     _, text = card_of(tmp_path / "model")
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
-
-
-def test_the_folder_is_a_sentence_transformer(stopped: Path, tmp_path: Path) -> None:
-    export_to(tmp_path / "plain", stopped)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
-    plain = AutoModel.from_pretrained(tmp_path / "plain").eval()
-    texts = ["bal del fil", "gol"]
-    with torch.inference_mode():
-        means = plain.embed_sentences(**tokenizer(texts, padding=True, return_tensors="pt"))
-    for folder in (tmp_path / "plain", tmp_path / "saved"):
-        model: Any = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
-        found = torch.from_numpy(model.encode(texts))
-        torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-5)
-        model.save_pretrained(str(tmp_path / "saved"))
-    assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
 
 
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}

@@ -23,7 +23,7 @@ from multicls.passages import Passages
 from multicls.systems import Linear
 from pretrain.export import chosen_step, load_topics
 from pretrain.folder import RunFolder
-from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
+from pretrain.selection import ProbeRows, Selection, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
 from pretrain.verdict import read_verdict
 from tests.encoders import WORDS as CORPUS_WORDS
@@ -132,6 +132,7 @@ def test_no_better_step_exports_the_model_before(
     shutil.copytree(tiny_bert, base_folder)
     flags += ("--model", str(base_folder))
     assert fork(folder, flags=(*flags, "--run.time_limit", "0.001")) == [[0]], logs(folder)
+    assert read_json(folder / "STOPPED") == {"step": 1, "reason": "run.time_limit"}
     away = base_folder.rename(tmp_path / "away")
     assert fork(folder, flags=flags) == [[0]], logs(folder)
     away.rename(base_folder)
@@ -225,27 +226,6 @@ def test_the_baseline_is_the_base_models_own_embedding(tmp_path: Path) -> None:
         assert f"against the original model's {reference}" in lines[0]
 
 
-def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
-    """A resumed run compares with step 0 of the run before it, not with other passages."""
-    generator = np.random.default_rng(0)
-    noise = {"mean": generator.normal(size=(60, 4)), "cls": generator.normal(size=(60, 4))}
-    topics = generator.normal(size=(20, 4))[DOCUMENTS]
-    better = {name: topics + 0.1 * values for name, values in noise.items()}
-    first = selection_of(tmp_path, keeps_best=True)
-    metrics = first.compare(noise, 0)
-    assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0
-    assert not first.keeps(0)
-    resumed = selection_of(tmp_path, keeps_best=True)
-    metrics = resumed.compare(better, 4)
-    assert resumed.keeps(4)
-    assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
-    worse = selection_of(tmp_path)
-    worse.compare({name: np.zeros((60, 4)) for name in noise}, 4)
-    worse._seconds, worse._begun = 0.5, time.perf_counter() - 10
-    (line,) = worse.summary()
-    assert line == "the best step was 0; measuring took 0 s, 5.0% of the time"
-
-
 def unused() -> Any:
     """Stands for what builds the model that step 0 measures."""
 
@@ -260,7 +240,10 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
         selection.compare({"mean": good, "cls": good}, 0)
         selection.compare({"mean": poor, "cls": cls}, 4)
         warning = f"warning: worse are {what}. Use fewer"
-        assert any(line.startswith(warning) for line in selection.summary())
+        selection._seconds, selection._begun = 0.5, time.perf_counter() - 10
+        summary = selection.summary()
+        assert summary[0] == "the best step was 0; measuring took 0 s, 5.0% of the time"
+        assert summary[1].startswith(warning)
         assert not selection.keeps(4)
         assert len(lines) == 1 and lines[0].count("(") == 2, "the changes of two embeddings"
 
@@ -302,30 +285,14 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"text": "a", "label": "x"}'] * 30, "all labels are alike"),
-        (
-            [json.dumps({"text": "a", "label": f"{n}"}) for n in range(30)],
-            "each row has another label",
-        ),
-        (
-            [json.dumps({"text": "a", "label": f"{n % 2}"}) for n in range(8)],
-            "a probe needs 20 or more",
-        ),
-        (['{"text": " ", "label": "x"}'] * 30, "no row has a text"),
-        (['{"body": "a", "label": "x"}'] * 30, "no column 'text'"),
-    ],
-)
-def test_files_that_are_no_probe(
-    lines: list[str], message: str, fork: Fork, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+def test_a_file_that_is_no_probe_leaves_no_run(fork: Fork, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n' * 4
+    )
     folder = tmp_path / "run"
     assert fork(folder, flags=("--probe_file", str(tmp_path / "rows.jsonl"))) == [[2]]
-    assert message in logs(folder) and "Traceback" not in logs(folder)
-    assert not (folder / "settings.yaml").exists()
+    assert "a probe needs 20 or more" in logs(folder) and "Traceback" not in logs(folder)
+    assert not folder.exists()
 
 
 def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
@@ -335,11 +302,11 @@ def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
     no_corpus: Any = None
 
-    def read(file: str = "a", resumes: bool = True, **run: Any) -> Any:
+    def read(file: str = "a", resumes: bool = True) -> Any:
         values: dict[str, Any] = {"train": {"steps": 100}}
         values |= {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
         values["probe"] = {"file": str(tmp_path / f"{file}.jsonl")}
-        values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000} | run
+        values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000}
         settings = PretrainSettings.model_validate(values)
         return read_rows(settings, no_corpus, None, resumes=resumes)
 
@@ -349,16 +316,15 @@ def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
         and len(first.measure.splits.draws) == 10
         and "300 of 900 rows" in note
     )
-    assert read()[0] is None, "step 0 was not measured"
+    with pytest.raises(UserError, match="or with none"):
+        read()
     write_json(tmp_path / "probe.json", {"hash": first.hash})
     again = read()[0]
     assert again.texts == first.texts
     pairs = zip(again.measure.splits.draws, first.measure.splits.draws, strict=True)
     assert all(np.array_equal(a[0], b[0]) for a, b in pairs)
-    none, (warning,) = read("b")
-    assert none is None and "the run began with other rows" in warning
-    with pytest.raises(UserError, match="--run.keep_best null"):
-        read("b", keep_best="probe")
+    with pytest.raises(UserError, match="the run began with other rows"):
+        read("b")
 
 
 def test_rows_of_a_rare_class_are_kept() -> None:
@@ -391,16 +357,3 @@ def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     assert list(resumed.history) == [0, 2, 4, 6] and resumed.history[2] == 0.9
     resumed.keeps(6)
     assert sum("falls" in line for line in lines) == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"run": {"keep_best": "probe"}, "objective": {"mlm": 0, "tfidf": 0}}, ["--learning_rate"]),
-        ({}, ["--learning_rate", "--objective.mlm", "--run.keep_best probe"]),
-    ],
-)
-def test_the_advice_is_what_the_run_does_not_do(values: Any, expected: list[str]) -> None:
-    always = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": {"steps": 9}}
-    found = advice(PretrainSettings.model_validate(always | values))
-    assert re.findall(r"--learning_rate|--objective.mlm|--run.keep_best probe", found) == expected

@@ -36,11 +36,6 @@ def test_every_recipe_loads(recipe: Path) -> None:
     assert settings.run.output_dir == f"runs/{recipe.stem}"
 
 
-def test_flags_of_labels_are_those_of_fine_tuning() -> None:
-    columns = read(*BASE, "--label_separator", ";", "--unlabelled", "drop").probe
-    assert (columns.label_separator, columns.unlabelled) == (";", "drop")
-
-
 PAPER = {
     "model.num_facets": 5,
     "model.facet_layers": [4, 8],
