@@ -26,7 +26,7 @@ from multicls.environment import flops_per_token, peak_flops
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
 from pretrain.batches import MicroBatch, pack
 from pretrain.engine import Engine, prepare_layers
-from pretrain.settings import PretrainSettings, batch_arithmetic
+from pretrain.settings import PretrainSettings
 from pretrain.trainer import train_step
 
 FACETS, VOCABULARY, GROUP = 5, 30_528, 10
@@ -120,8 +120,14 @@ def engine_step(
     settings = PretrainSettings.model_validate(values)
     train, lines = prepare_layers(model, settings.train, PRECISION)
     settings = settings.model_copy(update={"train": train})
-    file = load_deepspeed_config("ds_configs/zero2.json")
-    complete = complete_deepspeed_config(file, precision=PRECISION, **batch_arithmetic(train, 1))
+    complete = complete_deepspeed_config(
+        load_deepspeed_config("ds_configs/zero2.json"),
+        micro_batch_size=examples,
+        accumulation=1,
+        world_size=1,
+        max_grad_norm=train.max_grad_norm,
+        precision=PRECISION,
+    )
     engine = Engine(prepare_deepspeed(), model, complete, settings)
     numbers = itertools.count()
     yield lambda: train_step(engine, settings, [batch], next(numbers))

@@ -28,10 +28,9 @@ OWNED: Mapping[str, str] = {  # key of the JSON -> setting that owns its value
 SAFETIES = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")  # never false
 KEYS = OWNED.keys() | set(
     """
-    activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types disable_allgather
-    disable_python_gc dump_state flops_profiler fp16 gradient_predivide_factor log_level memory_breakdown
-    prescale_gradients steps_per_print timers wall_clock_breakdown zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer zero_optimization
+    activation_checkpointing aio bf16 checkpoint comms_logger data_types disable_allgather disable_python_gc dump_state
+    flops_profiler fp16 log_level memory_breakdown steps_per_print timers wall_clock_breakdown
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
     """.split()  # noqa: SIM905
 )
 OBJECTS = {"optimizer", "scheduler", "torch_autocast", "compile"}  # these are never "auto"
@@ -69,7 +68,9 @@ def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
             f"{path}: zero_optimization.stage = {stage!r}: must be a number: 1, 2 or 3."
         )
     for key in config.keys() - KEYS:
-        problems.append(f"{path}: {key}: no such key.{did_you_mean(key, KEYS, listed=False)}")
+        problems.append(
+            f"{path}: {key}: no key that works here.{did_you_mean(key, KEYS, listed=False)}"
+        )
     if problems:
         raise UserError(*sorted(problems))
     return config

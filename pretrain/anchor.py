@@ -51,37 +51,31 @@ class Anchor:
         """Number of steps whose examples a file holds."""
         return max(1, EXAMPLES // self.per_step)
 
-    def path(self, number: int) -> Path:
-        """Returns the path of a file."""
-        return self.folder / f"{number:06d}.npy"
-
-    def missing(self) -> list[int]:
-        """Returns the numbers of the files that are not whole; a longer run than before needs a longer last one."""
-        found = list[int]()
-        for number in range(-(-self.steps // self.steps_per_file)):
-            examples = len(self.steps_of(number)) * self.per_step
-            if not self.path(number).exists() or len(self._load(number)) < examples:
-                found.append(number)
-        return found
+    @property
+    def num_files(self) -> int:
+        """Number of files."""
+        return -(-self.steps // self.steps_per_file)
 
     def steps_of(self, number: int) -> range:
         """Returns the steps of a file."""
         start = number * self.steps_per_file
         return range(start, min(start + self.steps_per_file, self.steps))
 
+    def path(self, number: int) -> Path:
+        """Returns the path of a file."""
+        return self.folder / f"{number:06d}.npy"
+
     def write(self, number: int, embeddings: Array) -> None:
         """Writes a file: (examples, P, D)."""
         with atomic_write(self.path(number), "wb") as file:
             np.save(file, embeddings.astype(np.float16))
 
-    def _load(self, number: int) -> Array:
-        return np.asarray(np.load(self.path(number), mmap_mode="r", allow_pickle=False))
-
     def add_to(self, batch: MicroBatch) -> MicroBatch:
         """Returns a micro-batch with `anchor_targets`, (B, D), among its inputs; its sequences are part-major."""
         size = batch.counts["examples"]
         number, first = divmod(batch.number * size, self.steps_per_file * self.per_step)
-        rows = self._load(number)[first : first + size]
+        embeddings = np.load(self.path(number), mmap_mode="r", allow_pickle=False)
+        rows = embeddings[first : first + size]
         targets = torch.from_numpy(np.array(rows.swapaxes(0, 1))).flatten(0, 1)
         if uses_cuda():
             targets = targets.pin_memory()
@@ -101,40 +95,36 @@ def prepare_anchor(
     build_base: Callable[[], tuple[Any, Any]],
     is_new: bool,
 ) -> Anchor | None:
-    """Computes the embeddings that a run lacks, with progress; returns None if the run has no anchor.
+    """Computes the embeddings of a new run, with progress; returns None if the run has no anchor.
 
     Ranks share the files. All ranks call it.
 
     Args:
         stream: The training examples.
         build_base: Builds the model before training, without facets, and its tokenizer.
-        is_new: The run begins; what an earlier one left is removed.
+        is_new: False if the run resumes and has its embeddings. What an earlier run left is removed.
 
     Raises:
         UserError: The teacher cannot be loaded.
     """
     if not settings.objective.anchor:
         return None
-    train = settings.train
-    anchor = Anchor(folder, train.steps, train.global_batch_size)
-    if is_new:
-        on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
-    missing = on_rank_0(anchor.missing)
-    if not missing:
+    anchor = Anchor(folder, settings.train.steps, settings.train.global_batch_size)
+    if not is_new:
         return anchor
+    on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
     facets, rank, ranks = settings.model.num_facets, dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda" if uses_cuda() else "cpu")
     embed = _embed_by_model(build_base()[0], facets, device)
     if settings.model.teacher:
-        turned = _embed_by_teacher(settings.model.teacher, tokenizer, facets, device)
-        rotation = on_rank_0(lambda: _rotation(anchor, stream, embed, turned))
-        embed = _turned(turned, rotation)
-    total = sum(len(anchor.steps_of(number)) for number in missing) * train.global_batch_size
-    with progress_bar(total, "examples", "anchor", disable=rank > 0) as bar:
-        for number in missing[rank::ranks]:
+        teach = _embed_by_teacher(settings.model.teacher, tokenizer, facets, device)
+        rotation = on_rank_0(lambda: _rotation(anchor, stream, embed, teach))
+        embed = _turned(teach, rotation)
+    with progress_bar(anchor.steps, "steps", "anchor", disable=rank > 0) as bar:
+        for number in range(rank, anchor.num_files, ranks):
             steps = anchor.steps_of(number)
             anchor.write(number, _of_steps(anchor, steps, stream, embed))
-            bar.update(ranks * len(steps) * train.global_batch_size)
+            bar.update(ranks * len(steps))
     dist.barrier()
     return anchor
 
@@ -190,11 +180,8 @@ def _rotation(anchor: Anchor, stream: ExampleStream, embed: Embed, teach: Embed)
     """Returns a rotation (E, D) of a teacher's embeddings to where the model's own lie, as near as one can.
 
     The teacher's are reduced to their D leading directions, and these are turned by the orthogonal Procrustes solution
-    (Schoenemann, 1966): distances stay, and the model need not learn the turn. It is kept beside the files.
+    (Schoenemann, 1966): distances stay, and the model need not learn the turn.
     """
-    path = anchor.folder / "rotation.npy"
-    if path.exists():
-        return np.asarray(np.load(path, allow_pickle=False))
     steps = range(min(anchor.steps, -(-TURNED // anchor.per_step)))
     own, taught = (
         _unit(_of_steps(anchor, steps, stream, one).astype(np.float64)) for one in (embed, teach)
@@ -205,10 +192,7 @@ def _rotation(anchor: Anchor, stream: ExampleStream, embed: Embed, teach: Embed)
         )
     directions = np.linalg.svd(taught, full_matrices=False)[2][: own.shape[1]].T
     left, _, right = np.linalg.svd((taught @ directions).T @ own)
-    rotation = directions @ left @ right
-    with atomic_write(path, "wb") as file:
-        np.save(file, rotation)
-    return np.asarray(rotation)
+    return np.asarray(directions @ left @ right)
 
 
 def _unit(embeddings: Array) -> Array:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing import connection, forkserver
 from typing import Any, Self
 
@@ -115,26 +115,6 @@ def _end_with_loaders(finished: threading.Event) -> None:
     if not finished.is_set():
         print_stderr("error: a DataLoader worker was killed; a frequent cause is too little memory")
         os._exit(1)
-
-
-def prefetch_to(
-    device: torch.device, steps: Iterator[list[MicroBatch]]
-) -> Iterator[list[MicroBatch]]:
-    """Yields the steps with their inputs on `device`; a GPU copies those of a step while the step before it runs."""
-    if device.type != "cuda":
-        yield from steps
-        return
-    copies, ready = torch.cuda.Stream(device), list[MicroBatch]()
-    for step in chain(steps, [[]]):
-        with torch.cuda.stream(copies):
-            ahead = [batch.to(device) for batch in step]
-        if ready:
-            yield ready
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(copies)
-        for tensor in chain.from_iterable(batch.inputs.values() for batch in ahead):
-            tensor.record_stream(current)  # its memory is free again when the step has ended
-        ready = ahead
 
 
 def _unstack(

@@ -6,7 +6,7 @@ Everything private of DeepSpeed that pretraining uses is here and nowhere else; 
 took 80 ms, of which the card worked 9. DeepSpeed's update took 31 ms: a scan for NaN, a norm and a new view for each
 of 217 weights, 2,621 + 467 + 868 operators. Its hooks on each gradient took 13 ms of the backward pass.
 `FlatGradients` replaces both by operations on one flat tensor for each group of parameters. The numbers are the same to
-the bit (tests/pretrain/test_flat_gradients.py). Forward and backward pass become one CUDA graph (pretrain/graphs.py).
+the bit (tests/pretrain/test_ds_configs.py). Forward and backward pass become one CUDA graph (pretrain/graphs.py).
 """
 
 import argparse
@@ -31,30 +31,18 @@ from multicls.modeling_multicls import UNPADDING, encoder_layers, mcqt_loss, par
 from multicls.optim import parameter_groups
 from pretrain.batches import MicroBatch
 from pretrain.graphs import Graphs, pad_positions
-from pretrain.metrics import Terms, loss_terms, measure, right_answers
+from pretrain.metrics import NORMALIZED, Terms, loss_terms, measure, right_answers
 from pretrain.settings import PretrainSettings, TrainSettings
 
 # Encoders whose step compiling halves on a GPU; BERT's takes 9 % to 17 % longer (docs/results.md).
 GAIN_FROM_COMPILING = {"modernbert"}
 # Of DeepSpeedZeroOptimizer; a newer DeepSpeed without one of them takes its own path.
-NAMES = [
-    "bit16_groups",
-    "bit16_groups_flat",
-    "averaged_gradients",
-    "dp_process_group",
-    "loss_scale",
-    "_grad_acc_hooks",
-    "_get_preflattened_grad_partition",
-    "check_overflow",
-    "get_grad_norm_direct",
-    "_update_model_bit16_weights",
-    "unscale_and_clip_grads",
-    "clip_grad",
-]
+NAMES = """
+    bit16_groups bit16_groups_flat averaged_gradients dp_process_group loss_scale clip_grad _grad_acc_hooks
+    _get_preflattened_grad_partition check_overflow get_grad_norm_direct unscale_and_clip_grads
+    _update_model_bit16_weights
+    """.split()  # noqa: SIM905
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-NORMALIZER = "normalizer "  # before the names of divisors among the inputs of a graph
-# Keys of the JSON that change how DeepSpeed averages gradients.
-AVERAGING = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 
 
 class FlatGradients:
@@ -80,24 +68,17 @@ class FlatGradients:
         self.flat: list[Tensor] = []
         self._views: list[list[Tensor]] = []
         self._sums: list[Tensor] = []
-        for weights, flat_weights in zip(
-            self._weights, self._optimizer.bit16_groups_flat, strict=True
-        ):
-            flat = torch.zeros_like(flat_weights)
-            start = flat_weights.storage_offset()
+        for weights, whole in zip(self._weights, self._optimizer.bit16_groups_flat, strict=True):
+            flat = torch.zeros_like(whole)
+            begins = [w.data.storage_offset() - whole.storage_offset() for w in weights]
+            pairs = zip(begins, weights, strict=True)
             self.flat.append(flat)
-            self._views.append(
-                [
-                    flat[w.storage_offset() - start :][: w.numel()].view(w.shape)
-                    for w in (weight.data for weight in weights)
-                ]
-            )
+            self._views.append([flat[begin:][: w.numel()].view(w.shape) for begin, w in pairs])
         self._optimizer.check_overflow = lambda **_: None  # the norm is not finite then, either
         self._optimizer.get_grad_norm_direct = self._norm
         self._optimizer.unscale_and_clip_grads = self._unscale_and_clip
-        self._optimizer._update_model_bit16_weights = lambda _: (
-            None
-        )  # the weights are views already
+        # The weights are views of the flat ones already.
+        self._optimizer._update_model_bit16_weights = lambda _: None
 
     def gather(self) -> None:
         """Moves the gradients of a backward pass to the flat tensors: one operator a group. A graph may capture it."""
@@ -113,22 +94,21 @@ class FlatGradients:
     def add(self) -> None:
         """Adds the gathered gradients of a micro-batch to the sums; after the last one, hands them to DeepSpeed."""
         gathered = [self._average(f) for f in self.flat] if self._averages_each else self.flat
-        self._done += 1
-        if self._passes > 1 and self._done == 1:
-            if self._sums:
-                torch._foreach_copy_(self._sums, gathered)
-            else:
-                self._sums = [g.to(self._sum_dtype, copy=True) for g in gathered]
-        elif self._passes > 1:
+        if self._passes == 1:
+            self._sums = gathered
+        elif not self._sums:
+            self._sums = [gradients.to(self._sum_dtype, copy=True) for gradients in gathered]
+        else:
             for total, gradients in zip(self._sums, gathered, strict=True):
                 total.add_(gradients)
-        if self._done == self._passes:
-            found = self._sums or gathered
-            if not self._averages_each:
-                found = [self._average(total) for total in found]
-            for number, partition in enumerate(found):
-                self._optimizer.averaged_gradients[number] = _Partition(partition)
-            self._done = 0
+        self._done += 1
+        if self._done < self._passes:
+            return
+        sums, self._sums, self._done = self._sums, [], 0
+        if not self._averages_each:
+            sums = [self._average(total) for total in sums]
+        for number, partition in enumerate(sums):
+            self._optimizer.averaged_gradients[number] = _Partition(partition)
 
     def _average(self, flat: Tensor) -> Tensor:
         """Returns this rank's part of the mean over the ranks, in place."""
@@ -168,7 +148,7 @@ class _Partition(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-def why_not_flat(deepspeed_engine: Any, config: Mapping[str, Any]) -> str:
+def why_not_flat(deepspeed_engine: Any) -> str:
     """Returns why the gradients take DeepSpeed's own path; "": they do not."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -179,8 +159,6 @@ def why_not_flat(deepspeed_engine: Any, config: Mapping[str, Any]) -> str:
         return "the optimizer is offloaded"
     if missing := [name for name in NAMES if not hasattr(optimizer, name)]:
         return f"this DeepSpeed has no {missing[0]}"
-    if changed := [name for name in AVERAGING if config.get(name)]:
-        return f"the DeepSpeed JSON sets {changed[0]}"
     return ""
 
 
@@ -210,13 +188,7 @@ class Engine:
         model.freeze_unused(self._weights)  # or weight decay would change them
         checkpoint = ds_config.get("checkpoint", {}) | {"load_universal": universal}
         groups = parameter_groups(model, train.weight_decay, train.head_lr_factor)
-        optimizer = torch.optim.AdamW(
-            groups,
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            fused=True,
-        )
+        optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
         self.deepspeed = deepspeed.initialize(
             model=model, optimizer=optimizer, config=ds_config | {"checkpoint": checkpoint}
         )[0]
@@ -231,13 +203,14 @@ class Engine:
         self._flat: FlatGradients | None = None
         self._graphs: Graphs | None = None
         self._notes: list[str] = []
-        if reason := why_not_flat(self.deepspeed, ds_config):
+        self._network = self.deepspeed
+        if reason := why_not_flat(self.deepspeed):
             self._notes.append(f"gradients take DeepSpeed's own path: {reason}")
             if train.graph is True:
                 self._notes.append(f"passes run without a CUDA graph: {reason}")
             return
         sums = ds_config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
-        self._flat = FlatGradients(self.deepspeed, DTYPES[sums])
+        self._flat, self._network = FlatGradients(self.deepspeed, DTYPES[sums]), self.module
         if train.graph is True:
             self._graphs = Graphs(self._recorded_pass, self._flat.flat, self.module.zero_grad)
 
@@ -248,7 +221,7 @@ class Engine:
 
     def gather_negatives(
         self, batches: Sequence[MicroBatch], seeds: Sequence[int]
-    ) -> tuple[Tensor | None, Terms]:
+    ) -> tuple[Sequence[Tensor | None], Terms]:
         """Computes MCQT among all examples of a step, over its micro-batches and ranks, before the passes.
 
         The gradients of a large group are cached (Gao et al., 2021, arXiv:2101.06983): the embeddings of all
@@ -256,17 +229,16 @@ class Engine:
         part of them. The result is that of one group in one pass. It costs one more forward pass.
 
         Returns:
-            The gradients of this rank's facet embeddings, (A, B, S, D) for A micro-batches, and terms of metrics;
-            (None, {}) where groups stay in a micro-batch.
+            The gradients of the facet embeddings of each of this rank's micro-batches, (B, S, D), or None where groups
+            stay in a micro-batch; and terms of metrics.
         """
         if not self._gathers:
-            return None, {}
+            return [None] * len(batches), {}
         embedded = []
         with torch.no_grad():
             for batch, seed in zip(batches, seeds, strict=True):
                 torch.manual_seed(seed)
-                outputs = self._forward(batch.inputs, {}, ())
-                embedded.append(outputs.facet_embeddings.float())
+                embedded.append(self._forward(batch.inputs).facet_embeddings.float())
         local = torch.stack(embedded)
         ranks, rank, parts = dist.get_world_size(), dist.get_rank(), self.module.config.num_parts
         gathered = local.new_empty(ranks, *local.shape)
@@ -285,12 +257,12 @@ class Engine:
             "acc/mcqt": right_answers(scores, len(scores[0])),
         }
         # The mean over ranks and micro-batches, which DeepSpeed takes, must be the sum of the parts.
-        return own * (len(batches) * ranks * self._weights["mcqt"]), terms
+        return (own * (len(batches) * ranks * self._weights["mcqt"])).unbind(), terms
 
     def run_pass(
         self,
         batch: MicroBatch,
-        normalizers: Mapping[str, Tensor],
+        normalizers: Tensor,
         seed: int,
         facet_gradients: Tensor | None = None,
         measured: bool = False,
@@ -298,62 +270,47 @@ class Engine:
         """Makes the forward and backward pass of a micro-batch, and the update after a step's last one.
 
         Args:
-            normalizers: Divisors of the losses that are sums over terms.
+            normalizers: Divisors of the losses `NORMALIZED`, (3,).
             seed: Seeds the dropout.
             facet_gradients: (B, S, D), of `gather_negatives`.
-            measured: Adds accuracies and facet statistics to the losses.
+            measured: Adds accuracies and facet statistics to the losses. A graph always has them.
 
         Returns:
             The terms of metrics, on the device.
         """
-        inputs = dict(batch.inputs)
+        inputs = {**batch.inputs, "normalizers": normalizers}
         if facet_gradients is not None:
             inputs["facet_gradients"] = facet_gradients
         if self.is_fp16:
             self._scale.fill_(self.deepspeed.optimizer.loss_scale)
         if self._graphs and not self._graphs.problem:
-            terms = self._replay(inputs, normalizers, seed)
+            values = self._graphs(pad_positions(inputs), seed)
+            if self._graphs.problem:
+                reason = self._graphs.problem
+                self._notes.append(f"warning: passes run without a CUDA graph: {reason}")
+            pairs = zip(self._terms.items(), values.unbind(), strict=True)
+            terms: Terms = {name: (value, count) for (name, count), value in pairs}
         else:
             torch.manual_seed(seed)
-            terms = self._pass(inputs, normalizers, measured)
+            terms = self._pass(inputs, measured)
         if self._flat:
             self._flat.add()
         self.deepspeed.step()  # updates the weights at the last micro-batch, before that it only counts
         return terms
 
-    def _replay(
-        self, inputs: dict[str, Tensor], normalizers: Mapping[str, Tensor], seed: int
-    ) -> Terms:
-        """Makes the passes of a micro-batch by a graph, with all metrics."""
-        assert self._graphs is not None
-        divisors = {NORMALIZER + name: value for name, value in normalizers.items()}
-        values = self._graphs(pad_positions(inputs) | divisors, seed)
-        if self._graphs.problem:
-            self._notes.append(f"warning: passes run without a CUDA graph: {self._graphs.problem}")
-        pairs = zip(self._terms.items(), values.unbind(), strict=True)
-        return {name: (value, count) for (name, count), value in pairs}
-
     def _recorded_pass(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Returns the values of all terms in one tensor; `_terms` gets their names and counts."""
-        own = {name: t for name, t in inputs.items() if not name.startswith(NORMALIZER)}
-        divisors = {
-            name.removeprefix(NORMALIZER): t
-            for name, t in inputs.items()
-            if name.startswith(NORMALIZER)
-        }
-        terms = self._pass(own, divisors, measured=True)
+        terms = self._pass(inputs, measured=True)
         self._terms = {name: count for name, (_, count) in terms.items()}
         values = [torch.as_tensor(value, device=self.device) for value, _ in terms.values()]
         return torch.stack([value.double() for value in values])
 
-    def _pass(
-        self, inputs: Mapping[str, Tensor], normalizers: Mapping[str, Tensor], measured: bool
-    ) -> Terms:
+    def _pass(self, inputs: Mapping[str, Tensor], measured: bool) -> Terms:
         """Makes a forward and a backward pass; the gradients are then in the flat tensors, or in DeepSpeed's."""
         inputs = dict(inputs)
+        normalizers = dict(zip(NORMALIZED, inputs.pop("normalizers").unbind(), strict=True))
         facet_gradients = inputs.pop("facet_gradients", None)
         outputs = self._forward(inputs, normalizers, self._objectives)
-        terms = loss_terms(outputs.losses, normalizers)
         weighted = [self._weights[name] * loss for name, loss in outputs.losses.items()]
         if facet_gradients is not None:
             weighted.append((outputs.facet_embeddings.float() * facet_gradients).sum())
@@ -366,36 +323,31 @@ class Engine:
             self._flat.gather()
         else:
             self.deepspeed.backward(total)
-        if measured:
-            terms |= measure(outputs, inputs, normalizers, self._group)
-        return {name: (_detached(value), count) for name, (value, count) in terms.items()}
+        terms = loss_terms(outputs.losses, normalizers)
+        return terms | (measure(outputs, inputs, normalizers, self._group) if measured else {})
 
     def _forward(
-        self, inputs: Mapping[str, Tensor], normalizers: Mapping[str, Tensor], objectives: Any
+        self,
+        inputs: Mapping[str, Tensor],
+        normalizers: Mapping[str, Tensor] | None = None,
+        objectives: Sequence[str] = (),
+        group_size: int | None = None,
     ) -> Any:
-        forward = self.module if self._flat else self.deepspeed
-        return forward(
+        return self._network(
             **inputs,
             normalizers=normalizers,
             objectives=objectives,
-            group_size=self._group,
+            group_size=group_size or self._group,
             unpad=self._unpad,
         )
 
-    def evaluate(
-        self, batch: MicroBatch, normalizers: Mapping[str, Tensor], group_size: int
-    ) -> Terms:
+    def evaluate(self, batch: MicroBatch, normalizers: Tensor, group_size: int) -> Terms:
         """Returns the terms of all metrics of a micro-batch, in evaluation mode and without gradients."""
+        divisors = dict(zip(NORMALIZED, normalizers.unbind(), strict=True))
         with torch.no_grad(), self.evaluation():
-            outputs = self.deepspeed(
-                **batch.inputs,
-                normalizers=normalizers,
-                objectives=tuple(self._weights),
-                group_size=group_size,
-                unpad=self._unpad,
-            )
-        terms = loss_terms(outputs.losses, normalizers)
-        return terms | measure(outputs, batch.inputs, normalizers, group_size)
+            outputs = self._forward(batch.inputs, divisors, tuple(self._weights), group_size)
+        terms = loss_terms(outputs.losses, divisors)
+        return terms | measure(outputs, batch.inputs, divisors, group_size)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -415,7 +367,7 @@ class Engine:
 
     def encode(self, **inputs: Any) -> Any:
         """Returns the encoder's output with facets for tokenized texts, in the mode that the model is in."""
-        return self.deepspeed(**inputs, objectives=(), unpad=self._unpad)
+        return self._forward(inputs)
 
     @property
     def was_updated(self) -> bool:
@@ -438,9 +390,7 @@ class Engine:
         """Saves the state to `folder/tag`, each file flushed to the disk. All ranks must call it."""
 
         def save(state_dict: Any, path: str) -> None:
-            with open(
-                path, "wb"
-            ) as file:  # given a path, torch would not report why it cannot write
+            with open(path, "wb") as file:  # by a path, torch would not report why it cannot write
                 torch.save(state_dict, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -473,10 +423,6 @@ class Engine:
                 moments["step"] = moments["step"].to(parameter.device, copy=True)
 
 
-def _detached(value: Tensor | float) -> Tensor | float:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def mask_nonfinite(total: Tensor) -> Tensor:
     """Returns `total`, multiplied by NaN if it is not finite: its gradients then are not finite either."""
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
@@ -493,61 +439,53 @@ def prepare_layers(
     Raises:
         UserError: A setting does not work with this encoder, device or precision.
     """
-    kind, notes = model.config.encoder.model_type, list[str]()
+    kind, notes, on_gpu = model.config.encoder.model_type, list[str](), uses_cuda()
     if train.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"train.activation_checkpointing: {kind} has none; leave it out.")
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if uses_cuda():
+    if on_gpu:
         keep_mask_on_device()
-    unpad, lines = _resolve_unpad(model, train, precision)
-    notes += lines
-    is_16_bit = uses_cuda() and precision != "fp32"
     compiles = train.compile is True or (
-        train.compile == "auto" and is_16_bit and not unpad and kind in GAIN_FROM_COMPILING
+        train.compile == "auto" and on_gpu and precision != "fp32" and kind in GAIN_FROM_COMPILING
     )
+    unpad = _leaves_out_padding(model, train, precision, compiles, notes)
+    compiles = compiles and not unpad
     if compiles:
         for layer in encoder_layers(model.multicls.encoder):  # the names of the weights stay
             layer.compile(dynamic=False)
         notes.append("the encoder's layers are compiled; the first steps take a minute or more")
-    graph = train.graph is True or (train.graph == "auto" and uses_cuda())
+    graph = train.graph is True or (train.graph == "auto" and on_gpu)
     if graph and train.activation_checkpointing:
         graph = False
         notes.append("passes run without a CUDA graph: layers are recomputed")
-    elif graph and not uses_cuda():
+    elif graph and not on_gpu:
         notes.append("train.graph: there is no GPU, so that passes are repeated, not replayed")
     resolved = {"unpad": unpad, "compile": compiles, "graph": graph}
     return train.model_copy(update=resolved), notes
 
 
-def _resolve_unpad(
-    model: Any, train: TrainSettings, precision: Precision
-) -> tuple[bool, list[str]]:
-    """Returns whether the padding is left out, and a warning if that drops dropout; sets the attention."""
+def _leaves_out_padding(
+    model: Any, train: TrainSettings, precision: Precision, compiles: bool, notes: list[str]
+) -> bool:
+    """Returns True if the encoder is to leave out the padding, and sets the attention that does."""
     kind, has_flash = model.config.encoder.model_type, find_spec("flash_attn") is not None
     works = kind in UNPADDING and uses_cuda() and precision != "fp32"
     rate = attention_dropout(model)
     loses_dropout = rate > 0 and not has_flash
-    if train.unpad == "auto":
-        is_compiled = train.compile is True or (
-            train.compile == "auto" and kind in GAIN_FROM_COMPILING
-        )
-        unpad = works and not loses_dropout and not is_compiled
-    else:
-        unpad = train.unpad
-    if unpad and not works:
+    if not train.unpad or (train.unpad == "auto" and (not works or loses_dropout or compiles)):
+        return False
+    if not works:
         raise UserError(
             f"train.unpad: needs a GPU, bf16 or fp16, and one of {', '.join(UNPADDING)}; this is {kind} in {precision}."
         )
-    if not unpad:
-        return False, []
     model.set_attn_implementation("flash_attention_2" if has_flash else "varlen")
-    if not loses_dropout:
-        return True, []
-    return True, [
-        "warning: train.unpad: torch's attention of packed sequences has no dropout, so the encoder's rate of "
-        f"{rate:g} there is not applied. The package flash-attn has it."
-    ]
+    if loses_dropout:
+        notes.append(
+            "warning: train.unpad: torch's attention of packed sequences has no dropout, so the encoder's rate of "
+            f"{rate:g} there is not applied. The package flash-attn has it."
+        )
+    return True
 
 
 def attention_dropout(model: Any) -> float:

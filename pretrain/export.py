@@ -24,7 +24,7 @@ from multicls.cards import (
 )
 from multicls.console import print_summary
 from multicls.errors import UserError, print_stderr, run_command
-from multicls.files import atomic_folder, read_json, write_json
+from multicls.files import atomic_folder, lock_holder, read_json, write_json
 from multicls.settings import Settings, load_settings, parse
 from pretrain.card import write_card
 from pretrain.folder import RunFolder
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step not in steps:
         known = f"has checkpoints of steps {', '.join(map(str, steps))}"
         raise UserError(f"{folder.path}: {known if steps else 'has no checkpoint to export yet'}.")
-    if output.resolve() == folder.export.resolve() and folder.is_locked:
+    if output.resolve() == folder.export.resolve() and lock_holder(folder.path):
         raise UserError(f"--output {output}: the training writes this folder; set another one.")
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if output.is_file() or (names and not names >= {EXPORT_INFO, WEIGHTS}):
@@ -72,17 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def chosen_step(folder: RunFolder, steps: Sequence[int]) -> int:
     """Returns the step of the best checkpoint where the run keeps it, else of the newest; 0: there is none."""
-    newest = max(steps, default=0)
-    if not settings_of(folder).run.keep_best:
-        return newest
-    if best := folder.best_step:
-        return best if best in steps else newest
-    if folder.done.exists():
+    keeps_best, best = settings_of(folder).run.keep_best, folder.best_step
+    if keeps_best and not best and folder.done.exists():
         print_stderr(
             f"note: no step was better than step 0, so {folder.export} is the model before training; this is that of "
-            f"step {newest}"
+            f"step {max(steps, default=0)}"
         )
-    return newest
+    return best if keeps_best and best in steps else max(steps, default=0)
 
 
 def settings_of(folder: RunFolder) -> PretrainSettings:
@@ -120,10 +116,12 @@ def describe_model(
         write_sentence_transformer(fresh, model.sentence_files)
         corpus = {key: manifest.get(key) for key in FACTS}
         corpus["language"] = manifest.get("made_from", {}).get("settings", {}).get("language")
-        metadata = inherited_metadata(source) if source else {}
-        commit = getattr(model.config, "_commit_hash", None)  # of the Hub
-        info = {"metadata": metadata, "corpus": corpus, "base_commit": commit}
-        info["new_weights"] = sorted(model.new_weights)
+        info = {
+            "metadata": inherited_metadata(source) if source else {},
+            "corpus": corpus,
+            "base_commit": getattr(model.config, "_commit_hash", None),  # of the Hub
+            "new_weights": sorted(model.new_weights),
+        }
         write_json(fresh / EXPORT_INFO, info)
 
 
@@ -172,28 +170,24 @@ def build_model(
     return build(checkpoint, **fields, report=report)
 
 
-def model_before(folder: RunFolder, facets: bool = True) -> tuple[Any, Any]:
-    """Returns the model that a run began with, built again, and its tokenizer; see `build_model`."""
+def model_before(folder: RunFolder) -> tuple[Any, Any]:
+    """Returns the model that a run began with, without new facets, and its tokenizer.
+
+    With `run.keep_best` the run has saved it; else it is built again.
+    """
     import torch
-
-    settings = settings_of(folder)
-    commit = read_json(folder.model / EXPORT_INFO)["base_commit"]
-    torch.manual_seed(settings.train.seed)
-    model = settings.model.model_copy(update={"revision": commit or settings.model.revision})
-    return build_model(model, facets=facets)
-
-
-def untouched_model(folder: RunFolder) -> tuple[Any, Any]:
-    """Returns the model before training without new facets, as the run has saved it, and its tokenizer."""
     from transformers import AutoModelForPreTraining, AutoTokenizer
 
     from multicls.build import quiet_transformers  # registers the model, too
 
-    if not folder.before.exists():  # of a run without `run.keep_best`
-        return model_before(folder, facets=False)
-    with quiet_transformers():
-        model = AutoModelForPreTraining.from_pretrained(folder.before, **LOCAL)
-        return model, AutoTokenizer.from_pretrained(folder.before, **LOCAL)
+    if folder.before.exists():
+        with quiet_transformers():
+            model = AutoModelForPreTraining.from_pretrained(folder.before, **LOCAL)
+            return model, AutoTokenizer.from_pretrained(folder.before, **LOCAL)
+    settings, commit = settings_of(folder), read_json(folder.model / EXPORT_INFO)["base_commit"]
+    torch.manual_seed(settings.train.seed)
+    source = settings.model.model_copy(update={"revision": commit or settings.model.revision})
+    return build_model(source, facets=False)
 
 
 def read_whole_texts(config: Any, folder: Path) -> None:
@@ -234,7 +228,7 @@ def write_model(folder: RunFolder, step: int, output: Path) -> None:
             path = folder.checkpoint(step)
             raise UserError(f"{path}: was deleted meanwhile; export a newer one.") from None
     else:
-        model, tokenizer = untouched_model(folder)
+        model, tokenizer = model_before(folder)
         info = read_json(folder.model / EXPORT_INFO)
         if topics:  # the vocabulary that they were made for, which may have new facets
             model.resize_token_embeddings(len(topics["idf"]), mean_resizing=False)

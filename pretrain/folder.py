@@ -13,21 +13,19 @@ COMPLETE is written last, when all files are on the disk: a checkpoint is whole,
 
 import errno
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multicls.errors import UserError
-from multicls.files import atomic_write, lock_holder, locked, read_json, write_json
-from pretrain.settings import TrainSettings, lr_at
+from multicls.files import atomic_write, lock_holder, read_json, write_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETE = "COMPLETE"  # in a checkpoint; written last
 META = "meta.json"  # in a checkpoint: its step, ranks, identity, and the size of each file
-FORMAT = 9  # of a checkpoint
-LENGTH = ("train.steps", "train.warmup_ratio", "train.decay_ratio")
+FORMAT = 10  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -42,23 +40,14 @@ class RunFolder:
     topics = property(lambda self: self.path / "topics.safetensors")  # state of a `TopicTable`
     anchor = property(lambda self: self.path / "anchor")  # embeddings of the passages of the run
     metrics = property(lambda self: self.path / "metrics.jsonl")
-    baseline = property(lambda self: self.path / "probe.npz")  # the probe's values at step 0
+    baseline = property(lambda self: self.path / "probe.npz")  # embeddings of its rows at step 0
     plan = property(lambda self: self.path / "probe.json")  # which rows the probe reads
     before = property(lambda self: self.path / "before")  # the model before training, no facets
-    best = property(lambda self: self.path / "best.json")  # step, value, embedding, change
+    best = property(lambda self: self.path / "best.json")  # step, value
     export = property(lambda self: self.path / "hf")
     done = property(lambda self: self.path / "DONE")  # written last
     stopped = property(lambda self: self.path / "STOPPED")  # removed at the next start
     universal = property(lambda self: self.checkpoints / "universal")  # for other ranks; removed
-
-    def locked(self) -> AbstractContextManager[Any]:
-        """Returns a context in which no other process may use the folder. Raises UserError if one does."""
-        return locked(self.path)
-
-    @property
-    def is_locked(self) -> bool:
-        """True if a running process uses the folder."""
-        return bool(lock_holder(self.path))
 
     @property
     def end(self) -> int:
@@ -135,48 +124,27 @@ class RunFolder:
                 )
         return meta
 
-    def resume_step(self, identity: Mapping[str, Any], train: TrainSettings) -> int:
-        """Returns the step of the newest checkpoint that a run can continue from; 0: there is none.
-
-        A checkpoint of a run of another length counts if both runs have the same learning rates up to it.
+    def resume_step(self, identity: Mapping[str, Any]) -> int:
+        """Returns the step of the newest checkpoint, from which a run continues; 0: there is none.
 
         Args:
-            identity: The values that decide the numbers of the run. A checkpoint must agree.
-            train: Settings with the length in steps.
+            identity: The values that decide the numbers of the run. The checkpoint must agree.
 
         Raises:
-            UserError: A checkpoint is damaged, belongs to other settings or data, or all are from after the point where
-                the learning rates part.
+            UserError: The checkpoint is damaged, or belongs to other settings or data.
         """
-        newest = ""  # what is wrong with the newest one
-        for step in reversed(self.saved_steps):
-            path, saved = self.checkpoint(step), self.meta(step)["identity"]
-            names = saved.keys() | identity.keys()
-            changed = {name for name in names if saved.get(name) != identity.get(name)}
-            if not changed:
-                return step
-            if train.schedule == "linear" or not changed.issubset(LENGTH):
-                raise UserError(
-                    *(
-                        f"{path}: {name} was {saved.get(name)!r} and is now {identity.get(name)!r}; continue with the "
-                        "old value, or set another --output_dir for a new run."
-                        for name in sorted(changed)
-                    )
+        step = max(self.saved_steps, default=0)
+        saved = self.meta(step)["identity"] if step else identity
+        changed = [n for n in saved.keys() | identity.keys() if saved.get(n) != identity.get(n)]
+        if changed:
+            raise UserError(
+                *(
+                    f"{self.checkpoint(step)}: {name} was {saved.get(name)!r} and is now {identity.get(name)!r}; "
+                    "continue with the old value, or set another --output_dir for a new run."
+                    for name in sorted(changed)
                 )
-            values = {name.removeprefix("train."): saved[name] for name in LENGTH}
-            before = train.model_copy(update=values)
-            if all(lr_at(n, before) == lr_at(n, train) for n in reversed(range(step))):
-                return step
-            warmup = before.warmup_steps
-            newest = newest or (
-                f"{path}: its run of {before.steps} steps had {warmup} of warm-up and a decay from step "
-                f"{before.decay_start}; this one of {train.steps} has {train.warmup_steps} and {train.decay_start}, "
-                "and no checkpoint is from where both have the same learning rates. Set --train.warmup_ratio "
-                f"{warmup / train.steps:.6g} for the same warm-up, or another --output_dir."
             )
-        if newest:
-            raise UserError(newest)
-        return 0
+        return step
 
     def begin_checkpoint(self, step: int) -> None:
         """Makes an empty folder for the checkpoint of `step`; a killed process may have left one."""
@@ -186,13 +154,14 @@ class RunFolder:
         path.mkdir(parents=True)
 
     def commit(
-        self, step: int, facts: Mapping[str, Any], newest: int, is_permanent: Callable[[int], bool]
+        self, step: int, facts: Mapping[str, Any], newest: int, milestone_every: int | None
     ) -> int:
         """Writes meta.json and the marker of a checkpoint, and deletes old ones; returns its size in bytes.
 
         Args:
             facts: What meta.json says: `ranks`, `identity` and others.
-            newest: Number of newest checkpoints to keep, beside the best and the permanent ones.
+            newest: Number of newest checkpoints to keep, beside the best one and the milestones.
+            milestone_every: Interval of the milestones; None: there are none.
         """
         path = self.checkpoint(step)
         files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
@@ -200,28 +169,10 @@ class RunFolder:
         with atomic_write(path / COMPLETE):
             pass
         steps = self.saved_steps
-        kept = {self.best_step, *filter(is_permanent, steps), *steps[-newest:]}
+        milestones = [n for n in steps if milestone_every and n % milestone_every == 0]
+        kept = {self.best_step, *milestones, *steps[-newest:]}
         keep = {self.checkpoint(number) for number in kept}
-        _delete(set(self.checkpoints.glob("step_*")) - keep)  # or left by killed processes
+        for old in set(self.checkpoints.glob("step_*")) - keep:  # or left by killed processes
+            (old / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole
+            shutil.rmtree(old, ignore_errors=True)
         return sum(files.values())
-
-    def remove_universal(self) -> None:
-        """Removes a checkpoint that was converted for another number of ranks."""
-        shutil.rmtree(self.universal, ignore_errors=True)
-
-    def discard_after(self, step: int) -> str:
-        """Deletes checkpoints after `step`, which are of a run of another length; returns a line for the log, or ""."""
-        later = [number for number in self.saved_steps if number > step]
-        if not later:
-            return ""
-        if self.best_step > step:
-            self.best.unlink()
-        _delete(self.checkpoint(number) for number in later)
-        numbers = ", ".join(map(str, later))
-        return f"the checkpoints of another length, of steps {numbers}, are removed"
-
-
-def _delete(checkpoints: Iterable[Path]) -> None:
-    for path in checkpoints:
-        (path / COMPLETE).unlink(missing_ok=True)  # first: half-deleted is never whole
-        shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
 # Name -> sum over terms, and their number or the name of that number in `MicroBatch.counts`.
 Terms = dict[str, tuple[Tensor | float, float | str]]
 
@@ -56,10 +57,13 @@ def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return shown
 
 
+@torch.no_grad()
 def loss_terms(losses: Mapping[str, Tensor], normalizers: Mapping[str, Tensor]) -> Terms:
     """Returns the sums of losses that were divided by `normalizers`; other losses are means, of one number each."""
     return {
-        f"loss/{name}": (loss * normalizers[name], name) if name in normalizers else (loss, 1.0)
+        f"loss/{name}": (loss * normalizers[name], name)
+        if name in normalizers
+        else (loss.detach(), 1.0)
         for name, loss in losses.items()
     }
 

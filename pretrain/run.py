@@ -20,12 +20,12 @@ from multicls.console import print_line, print_summary, print_verdict
 from multicls.corpus import Corpus
 from multicls.deepspeed_config import load_deepspeed_config
 from multicls.errors import UserError, run_command
-from multicls.files import REPOSITORY
+from multicls.files import REPOSITORY, locked
 from multicls.labels import LabelledSettings
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import parse
 from pretrain.folder import RunFolder
-from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_micro_batch
+from pretrain.settings import PretrainSettings, resolve_micro_batch
 
 UNFINISHED = 3  # exit code of --status
 SAMPLE_TEXT = "106 articles of an English Wikipedia dump (shipped with gensim's tests, CC BY-SA)"
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"model: {SAMPLE_MODEL if model == SAMPLE else model}")
         print_line(f"corpus: {SAMPLE_TEXT if corpus == SAMPLE else corpus}")
         print_line(f"run folder: {folder.path}, DeepSpeed: {settings.config}")
-        batch, train = batch_arithmetic(settings.train, world_size()), settings.train
+        train, ranks = settings.train, world_size()
         print_line(
-            f"batch: {batch['micro_batch_size']} examples x {batch['world_size']} ranks x {batch['accumulation']} "
-            f"accumulation = {train.global_batch_size} examples of {settings.num_parts} parts x "
+            f"batch: {train.micro_batch_size} examples x {ranks} ranks x {train.passes(ranks)} accumulation = "
+            f"{train.global_batch_size} examples of {settings.num_parts} parts x "
             f"{settings.data.seq_length} tokens a step, in groups of {train.negatives_group}"
         )
         if corpus == SAMPLE:
@@ -114,24 +114,24 @@ def run(
         ds_config: DeepSpeed JSON as loaded, with its "auto" values.
 
     Raises:
-        UserError: The run folder is in use, the disk is full, or as `pretrain.setup.prepare` says.
+        UserError: The run folder is in use, the disk is full, or as `pretrain.setup.Setup` says.
     """
     # These import torch, so not before the checks of `main`.
     import torch.distributed as dist
 
     from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed
     from pretrain.batches import start_loader_server
-    from pretrain.setup import prepare, start
+    from pretrain.setup import Setup, start
     from pretrain.trainer import Trainer
 
     if settings.data.num_workers:
         start_loader_server()
     deepspeed = prepare_deepspeed()  # all ranks meet here
     with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(folder.locked()))
+        on_rank_0(lambda: stack.enter_context(locked(folder.path)))
         stack.enter_context(folder.disk_errors_reported())
-        setup = prepare(settings, ds_config, Corpus(corpus), folder)
-        if setup:
+        setup = Setup(settings, ds_config, Corpus(corpus), folder)
+        if not setup.is_finished:
             engine, observers, anchor = start(deepspeed, setup)
             for observer in observers:
                 stack.callback(observer.close)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,50 +67,37 @@ class ProbeRows:
         return "labelled row" if isinstance(self.measure, Probe) else "passage"
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best embedding of a step: its value, its name, and its change against the mean at step 0."""
-
-    step: int
-    value: float
-    view: str
-    change: Difference
-
-
 def read_rows(
     settings: PretrainSettings, corpus: Corpus, tokenizer: Any, resumes: bool
 ) -> tuple[ProbeRows | None, list[str]]:
     """Returns the rows that a run probes, or None with the reason as a line for the log.
 
     Raises:
-        multicls.errors.UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with
-            other rows and `run.keep_best`, and so could not tell which step is the best.
+        UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with other rows, so
+            that nothing can be compared.
     """
-    run, folder = settings.run, RunFolder(Path(settings.run.output_dir))
     rows = (
         _labelled_rows(settings) if settings.probe.file else _passages(settings, corpus, tokenizer)
     )
-    if rows is None:
+    if not rows.texts:
         few = "too few passages are held out to measure their recall"
-        why = "; so run.keep_best has nothing to choose by" if run.keep_best else ""
+        why = "; so run.keep_best has nothing to choose by" if settings.run.keep_best else ""
         return None, [few + why]
-    old = read_json(folder.plan)["hash"] if folder.plan.exists() else None
-    if resumes and rows.hash != old:
-        problem = (
-            "the run began with other rows to probe, or with none, so that nothing can be compared"
+    plan = RunFolder(Path(settings.run.output_dir)).plan
+    if resumes and (not plan.exists() or read_json(plan)["hash"] != rows.hash):
+        raise UserError(
+            "probe.file: the run began with other rows to probe, or with none, so that nothing can be compared: set "
+            "--probe_file as then, or another --output_dir."
         )
-        if run.keep_best:
-            raise UserError(f"{problem}: set --probe_file as then, or --run.keep_best null.")
-        return None, [f"warning: {problem}: no probe. Set --probe_file as at the start."]
     return rows, list(rows.notes)
 
 
-def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> ProbeRows | None:
-    """Returns passages of held-out documents; None if there are too few."""
+def _passages(settings: PretrainSettings, corpus: Corpus, tokenizer: Any) -> ProbeRows:
+    """Returns passages of held-out documents; no texts if there are too few."""
     fraction = settings.data.validation_fraction
     passages = read_passages(corpus, fraction, tokenizer, ROWS, PER_DOCUMENT)
     if not passages.are_enough:
-        return None
+        return ProbeRows([], passages)
     note = f"next-passage recall: {len(passages.texts)} passages of held-out documents"
     texts = [(text,) for text in passages.texts]
     return ProbeRows(texts, passages, _hash(texts, passages.documents), (note,))
@@ -159,8 +146,8 @@ class Selection(Observer):
         report: Receives the lines for the log.
 
     Attributes:
-        best: The best embedding of the best step so far.
-        latest: The best embedding of the last validation; `scores` and `last` have values and changes of all.
+        history: The best embedding's value at each validation so far, by step.
+        scores: The value of each embedding at the last validation, and `last` its change against step 0.
     """
 
     def __init__(
@@ -179,13 +166,12 @@ class Selection(Observer):
         self._reference = reference
         self._report, self._folder = report, RunFolder(Path(settings.run.output_dir))
         self._keeps_best = settings.run.keep_best is not None
-        self.best: Best | None = None
-        self.latest: Best | None = None
-        self.history: list[float] = []
-        self.first: dict[str, Scores] = {}
+        self.history: dict[int, float] = {}
+        self.first: dict[str, Scores] = {}  # of step 0, and the model's own embedding of the rows
+        self.own: Array = np.zeros(0)
         self.scores: dict[str, float] = {}
         self.last: dict[str, Difference] = {}
-        self._is_best, self._seconds, self._begun = False, 0.0, time.perf_counter()
+        self._seconds, self._begun = 0.0, time.perf_counter()
 
     def measure(self, engine: Any, done: int) -> dict[str, float]:
         """Returns the value of each embedding and its change against step 0, with the interval."""
@@ -231,22 +217,19 @@ class Selection(Observer):
         # Weights that are not finite have embeddings that are not.
         finite = {part: np.nan_to_num(x, posinf=0.0, neginf=0.0) for part, x in parts.items()}
         scores = self._measure.scores(finite)
-        own = finite[self._reference]
         if step == 0:
-            write_scores(self._folder.baseline, scores, own)
+            with atomic_write(self._folder.baseline, "wb") as file:
+                np.savez(file, **finite)  # type: ignore[arg-type]
             measure = f"{self._measure.name}, {count(len(self._rows.texts), self._rows.unit)}"
             plan = {"hash": self._rows.hash, "measure": measure, "reference": self._reference}
             write_json(self._folder.plan, plan)
         if not self.first:
-            self.first = read_scores(self._folder.baseline)
-            self._take(0, self.first)
-            self.history = self._recorded(step)
-            if step > 0 and self._folder.best.exists():  # of before a resume
-                fields = read_json(self._folder.best)
-                self.best = Best(**fields | {"change": Difference(**fields["change"])})
-        self._is_best = self._take(step, scores)
-        self.history.append(max(self.scores.values()))
-        metrics = {"probe/cosine_to_start": mean_cosine(own, read_own(self._folder.baseline))}
+            self._begin(step, scores)
+        self.scores = {name: found.mean for name, found in scores.items()}
+        reference = self.first[self._reference]
+        self.last = {n: self._measure.difference(found, reference) for n, found in scores.items()}
+        self.history[step] = max(self.scores.values())
+        metrics = {"probe/cosine_to_start": mean_cosine(finite[self._reference], self.own)}
         for name, change in self.last.items():
             metrics[f"probe/{name}"] = self.scores[name]
             metrics[f"probe/{name}_change"] = change.mean
@@ -254,41 +237,34 @@ class Selection(Observer):
             metrics[f"probe/{name}_change_high"] = change.high
         return metrics
 
-    def _take(self, step: int, scores: Mapping[str, Scores]) -> bool:
-        """Takes the scores of a validation as the last ones; returns True if they are the best so far."""
-        reference = self.first[self._reference]
-        self.scores = {name: found.mean for name, found in scores.items()}
-        self.last = {n: self._measure.difference(found, reference) for n, found in scores.items()}
-        view = max(self.scores, key=self.scores.__getitem__)
-        self.latest = Best(step, self.scores[view], view, self.last[view])
-        is_best = self.best is None or self.latest.value > self.best.value
-        if is_best:
-            self.best = self.latest
-        return is_best
-
-    def _recorded(self, step: int) -> list[float]:
-        """Returns the best score of each validation before `step` that metrics.jsonl has."""
-        records = [r for r in read_jsonl(self._folder.metrics) if r["step"] < step]
-        scores = [
-            [v for n in EMBEDDINGS if (v := r.get(f"probe/{n}")) is not None] for r in records
-        ]
-        return [max(values) for values in scores if values]
+    def _begin(self, step: int, scores: Mapping[str, Scores]) -> None:
+        """Reads step 0's embeddings and the values in metrics.jsonl; the first validation, of `step`, has `scores`."""
+        with np.load(self._folder.baseline, allow_pickle=False) as saved:
+            parts = {part: saved[part] for part in saved}
+        self.own = parts[self._reference]
+        self.first = dict(scores) if step == 0 else self._measure.scores(parts)
+        self.history = {0: max(found.mean for found in self.first.values())}
+        for record in read_jsonl(self._folder.metrics):
+            values = [record[f"probe/{name}"] for name in EMBEDDINGS if f"probe/{name}" in record]
+            if values and record["step"] < step:
+                self.history[record["step"]] = max(values)
 
     def keeps(self, done: int) -> bool:
         """Reports a fall that is clear, and returns True if the step is the best so far and the best one is kept."""
-        recent = self.history[-FALLING:]
+        recent = list(self.history.values())[-FALLING:]
         is_worse = verdict(self.last[max(self.scores, key=self.scores.__getitem__)]) == "worse"
         if is_worse and len(recent) == FALLING and all(a > b for a, b in pairwise(recent)):
             values = ", ".join(f"{100 * value:.1f}" for value in recent)
             self._report(
                 f"warning: the {self._measure.name} falls ({values} at {FALLING} validations). {advice(self._settings)}"
             )
-        return self._is_best and self._keeps_best
+        best = self._folder.best
+        to_exceed = read_json(best)["value"] if best.exists() else self.history[0]
+        return self._keeps_best and self.history[done] > to_exceed
 
     def on_kept(self, done: int) -> None:
         """Writes best.json: the checkpoint is there."""
-        assert self.best is not None
-        write_json(self._folder.best, asdict(self.best))
+        write_json(self._folder.best, {"step": done, "value": self.history[done]})
 
     def exported(self, step: int) -> int:
         """Returns the best step if the run keeps it; 0 if no step was better than step 0, and that model is known."""
@@ -306,16 +282,18 @@ class Selection(Observer):
 
     def on_end(self) -> dict[str, Any]:
         """Reports warnings and what measuring took; `pretrain.verdict` has the result."""
-        on_rank_0(lambda: [self._report(line) for line in self.summary()] and None)
+        for line in self.summary():
+            self._report(line)
         return {}
 
     def summary(self) -> list[str]:
         """Returns lines for the end of a run: warnings, and what measuring took."""
-        if not self.best or not self.latest:
+        if not self.history:  # another rank than 0
             return []
+        best = max(self.history, key=self.history.__getitem__)
         share = self._seconds / (time.perf_counter() - self._begun)
         lines = [
-            f"the best step was {self.best.step}; measuring took {self._seconds:.0f} s, {share:.1%} of the time"
+            f"the best step was {best}; measuring took {self._seconds:.0f} s, {share:.1%} of the time"
         ]
         worse = [name for name, change in self.last.items() if verdict(change) == "worse"]
         if len(worse) == len(self.last) or self._reference in worse:
@@ -331,37 +309,6 @@ def mean_cosine(embeddings: Array, before: Array) -> float:
     """Returns the mean cosine of the embeddings of rows, (..., D), with those before training."""
     lengths = np.linalg.norm(embeddings, axis=-1) * np.linalg.norm(before, axis=-1)
     return float(((embeddings * before).sum(axis=-1) / np.maximum(lengths, 1e-12)).mean())
-
-
-def write_scores(path: Path, scores: Mapping[str, Scores], own: Array) -> None:
-    """Writes the values of embeddings, by name, and the model's own embedding of the rows."""
-    arrays = {"own": own}
-    for name, found in scores.items():
-        arrays |= {f"{name} folds": found.folds, f"{name} draws": found.draws}
-        arrays |= {f"{name} units": found.units, f"{name} train": np.array(found.train_rows)}
-    with atomic_write(path, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def read_own(path: Path) -> Array:
-    """Returns the model's own embedding of the rows that `write_scores` has written."""
-    with np.load(path, allow_pickle=False) as saved:
-        return np.asarray(saved["own"])
-
-
-def read_scores(path: Path) -> dict[str, Scores]:
-    """Returns what `write_scores` has written."""
-    with np.load(path, allow_pickle=False) as saved:
-        names = [name.removesuffix(" folds") for name in saved if name.endswith(" folds")]
-        return {
-            name: Scores(
-                saved[f"{name} folds"],
-                saved[f"{name} draws"],
-                saved[f"{name} units"],
-                float(saved[f"{name} train"]),
-            )
-            for name in names
-        }
 
 
 def advice(settings: PretrainSettings) -> str:

@@ -32,12 +32,9 @@ class ModelSettings(Settings):
     mcqt_scale: float = Field(1.0, gt=0, description="factor of MCQT's scores; the paper's: 1")
     hard_negatives: bool = Field(True, description="three-part examples; false: two parts")
     teacher: str | None = Field(
-        None,
-        description="folder or Hub id of a SentenceTransformer that the anchor takes instead of the model itself",
+        None, description="folder or Hub id of a SentenceTransformer, for the anchor to hold to"
     )
-    num_topics: int = Field(
-        0, ge=0, description="T, topics of the corpus that the exported model puts beside the mean"
-    )
+    num_topics: int = Field(0, ge=0, description="T, topics of the corpus in the exported model")
 
 
 class DataSettings(Settings):
@@ -88,9 +85,7 @@ class TrainSettings(Settings):
     tokens: float = Field(0, ge=0, description="length of the run in text tokens")
     epochs: float = Field(0, ge=0, description="length of the run in passes over the text")
     steps: int = Field(
-        0,
-        ge=0,
-        description="length of the run in optimizer steps; 0: none, topics are all that is added",
+        0, ge=0, description="length of the run in optimizer steps; 0: none, for topics alone"
     )
     global_batch_size: PositiveInt = Field(10, description="examples of a step, over all ranks")
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
@@ -105,17 +100,12 @@ class TrainSettings(Settings):
     head_lr_factor: float = Field(
         1.0,
         gt=0,
-        description="factor of the learning rate of new weights: facets, heads that the checkpoint lacks",
+        description="learning-rate factor of new weights: facets, heads that were missing",
     )
-    warmup_ratio: float = Field(0.001, ge=0, lt=1, description="linear warm-up, share of the steps")
-    schedule: Literal["linear", "wsd"] = Field(
-        "linear", description="after the warm-up: linear to 0; or at the peak until a last decay"
+    warmup_ratio: float = Field(
+        0.001, ge=0, lt=1, description="linear warm-up, share of the steps; then linear decay to 0"
     )
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="the decay of wsd, share of the steps")
     weight_decay: float = Field(0.02, ge=0, description="decoupled; none on biases and LayerNorms")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the mean square")
-    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's smallest denominator")
     max_grad_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the GPU has it, fp16 on other GPUs, fp32 on CPU"
@@ -140,8 +130,6 @@ class TrainSettings(Settings):
         lengths = sum(map(bool, (self.tokens, self.epochs, self.steps)))
         if lengths > 1 or (not lengths and "steps" not in self.model_fields_set):
             raise ValueError("set one of epochs, steps and tokens to more than 0, for the length")
-        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
-            raise ValueError("warmup_ratio and decay_ratio are more than the whole run")
         if self.unpad is True and self.compile is True:
             raise ValueError("unpad and compile exclude each other: each length would compile anew")
         group = self.negatives_group
@@ -154,29 +142,25 @@ class TrainSettings(Settings):
                 )
         return self
 
-    @property
-    def warmup_steps(self) -> int:
-        """Number of steps with rising learning rate. It and the next need `steps`."""
-        return round(self.warmup_ratio * self.steps)
+    def passes(self, ranks: int) -> int:
+        """Returns the micro-batches that a rank accumulates in a step, if their size is a number."""
+        return self.global_batch_size // int(self.micro_batch_size) // ranks
 
     @property
-    def decay_start(self) -> int:
-        """First step from which the learning rate falls."""
-        if self.schedule == "linear":
-            return self.warmup_steps
-        decay_steps = max(1, round(self.decay_ratio * self.steps))
-        return max(self.warmup_steps, self.steps - decay_steps)
+    def warmup_steps(self) -> int:
+        """Number of steps with rising learning rate. It needs `steps`."""
+        return round(self.warmup_ratio * self.steps)
 
 
 def lr_at(step: int, train: TrainSettings) -> float:
-    """Returns the learning rate of optimizer step `step` (from 0): linear warm-up, the peak, and linear decay to 0.
+    """Returns the learning rate of optimizer step `step` (from 0): linear warm-up, then linear decay to 0.
 
     The peak is at step `train.warmup_steps`; no step before it has a learning rate of 0.
     """
     if step < train.warmup_steps:
         return train.learning_rate * ((step + 1) / (train.warmup_steps + 1))
-    share = (train.steps - step) / max(1, train.steps - train.decay_start)
-    return train.learning_rate * min(1.0, share)
+    share = (train.steps - step) / max(1, train.steps - train.warmup_steps)
+    return train.learning_rate * share
 
 
 def _whole_or_share(interval: float) -> float:
@@ -199,8 +183,7 @@ class RunSettings(Settings):
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
     milestone_every: PositiveInt | None = Field(None, description="interval of checkpoints to keep")
     keep_best: Literal["probe"] | None = Field(
-        None,
-        description="probe: keep and export the checkpoint of the validation with the best probe",
+        None, description="probe: keep and export the checkpoint with the best probe"
     )
     time_limit: float | None = Field(None, gt=0, description="save and exit after these minutes")
     profile: PositiveInt | None = Field(
@@ -212,8 +195,7 @@ class ProbeSettings(LabelledSettings):
     """Labelled rows that show at each validation whether the run helps. They change no weight."""
 
     file: str | None = Field(
-        None,
-        description="CSV, TSV, JSON lines or Parquet; null: next-passage recall without labels",
+        None, description="CSV, TSV, JSON lines or Parquet; null: next-passage recall, no labels"
     )
 
 
@@ -251,12 +233,6 @@ class PretrainSettings(RecipeOptions):
         """P, the consecutive sequences of an example."""
         return 3 if self.model.hard_negatives else 2
 
-    def is_permanent(self, step: int) -> bool:
-        """Returns True if the checkpoint of `step` is always saved and never deleted."""
-        if self.train.schedule == "wsd" and step == self.train.decay_start:
-            return True  # a longer run can continue from it
-        return self.run.milestone_every is not None and step % self.run.milestone_every == 0
-
     def with_values(self, **groups: dict[str, Any]) -> Self:
         """Returns the settings with some values replaced: `with_values(train={"steps": 3})`."""
         changed = {name: getattr(self, name).model_copy(update=groups[name]) for name in groups}
@@ -290,17 +266,6 @@ def resolve_micro_batch(settings: PretrainSettings, world_size: int) -> Pretrain
     return settings.with_values(train={"micro_batch_size": size})
 
 
-def batch_arithmetic(train: TrainSettings, world_size: int) -> dict[str, Any]:
-    """Returns the values of a DeepSpeed JSON that our settings own, after `resolve_micro_batch`."""
-    size = int(train.micro_batch_size)
-    return {
-        "micro_batch_size": size,
-        "accumulation": train.global_batch_size // size // world_size,
-        "world_size": world_size,
-        "max_grad_norm": train.max_grad_norm,
-    }
-
-
 def resolve_length(
     settings: PretrainSettings, stream: "ExampleStream"
 ) -> tuple[PretrainSettings, list[str]]:
@@ -332,13 +297,6 @@ def resolve_length(
         )
     if tokens < FEW_TOKENS:
         notes.append(f"warning: {tokens:,} training tokens are too few to improve a model")
-    tokens_a_group = train.negatives_group * settings.num_parts * settings.data.seq_length
-    if tokens_a_group > MICRO_BATCH_TOKENS:
-        notes.append(
-            f"warning: a forward pass has at least {tokens_a_group:,} tokens, because train.negatives_group = "
-            f"{train.negatives_group} examples stay together. If the memory is too small, lower it, or set "
-            "--train.activation_checkpointing."
-        )
     every = settings.run.model_dump(include={"log_every", "eval_every", "save_every"})
     every = {name: max(1, math.ceil(n * steps - 1e-9)) if n < 1 else n for name, n in every.items()}
     in_steps = {"steps": steps, "tokens": 0.0, "epochs": 0.0}

@@ -1,6 +1,6 @@
-"""Everything that a run needs before its first step: `prepare` checks and builds it, `start_engine` loads a checkpoint.
+"""Everything that a run needs before its first step: `Setup` checks and builds it, `start` loads a checkpoint.
 
-`prepare` writes nothing, so that an error leaves no trace.
+`Setup` writes nothing, so that an error leaves no trace.
 """
 
 import hashlib
@@ -8,9 +8,9 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from pretrain.export import build_model, describe_model, load_topics, restore_mo
 from pretrain.folder import RunFolder
 from pretrain.observe import Console, Observer, Profile
 from pretrain.selection import ProbeRows, Selection, read_rows
-from pretrain.settings import PretrainSettings, batch_arithmetic, resolve_length
+from pretrain.settings import PretrainSettings, TrainSettings, resolve_length
 from pretrain.stopping import StopRequest
 
 # Settings that change the numbers of a run not at all, or by rounding or other dropout masks only.
@@ -53,17 +53,22 @@ NOT_PART_OF_IDENTITY = {
     "train": {"precision", "micro_batch_size", "compile", "unpad", "graph"}
     | {"activation_checkpointing", "skip_nonfinite"},
 }
-DEEPSPEED_IDENTITY = ["data_types", "communication_data_type", "bf16", "fp16"]
-DEEPSPEED_IDENTITY += ["prescale_gradients", "gradient_predivide_factor"]
-# Keys of zero_optimization that change speed and memory only. Any other may also change what a checkpoint's files mean.
+# Keys of the DeepSpeed JSON that change speed and memory only, and "enabled", which `train.precision` owns. Any other
+# key may also change what a checkpoint's files mean.
 HARMLESS = {"overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"}
 HARMLESS |= {"reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"}
-HARMLESS |= {"stage3_max_reuse_distance", "log_trace_cache_warnings"}
+HARMLESS |= {"stage3_max_reuse_distance", "log_trace_cache_warnings", "enabled"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A pretraining run that is ready to start on this rank.
+    """All parts of a run on this rank, built or restored, and checked. Needs the process group.
+
+    Args:
+        settings: With the micro-batch size as a number.
+        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
+
+    Raises:
+        UserError: Tokenizer, corpus, run folder, rows to probe or a setting does not fit.
 
     Attributes:
         settings: With sizes, steps and intervals as numbers, and what "auto" means here.
@@ -71,23 +76,66 @@ class Setup:
         streams: Streams of examples by split, "train" and "validation".
         identity: The values that decide the numbers of the run; a checkpoint must agree to be resumed. Flat.
         start_step: Step of the checkpoint to resume from; 0: a new run.
+        is_finished: Nothing is left to do.
         rows: The rows that the run probes, if there are any.
         notes: Lines for the log.
-        stop: Its time limit counts from the preparation on.
+        stop: Its time limit counts from here on.
     """
 
-    settings: PretrainSettings
-    ds_config: dict[str, Any]
-    folder: RunFolder
-    corpus: Corpus
-    model: Any
-    tokenizer: Any
-    streams: dict[str, ExampleStream]
-    identity: dict[str, Any]
-    start_step: int
-    rows: ProbeRows | None
-    notes: list[str]
-    stop: StopRequest
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        ds_config: dict[str, Any],
+        corpus: Corpus,
+        folder: RunFolder,
+    ) -> None:
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
+        torch.manual_seed(settings.train.seed)
+        self.folder, self.corpus = folder, corpus
+        self.stop = StopRequest(settings.run.time_limit)
+        self.is_finished = on_rank_0(lambda: folder.end > 0)
+        self.notes: list[str] = []
+        if self.is_finished or on_rank_0(lambda: folder.saved_steps):
+            self.model, self.tokenizer = restore_model(folder)
+        else:
+            on_rank_0(folder.refuse_foreign)
+            self.model, self.tokenizer = build_model(settings.model, self.notes.append)
+        max_tokens = self.model.config.max_tokens
+        self.streams = build_streams(settings, corpus, self.tokenizer, max_tokens)
+        settings, lines = resolve_length(settings, self.streams["train"])
+        device = torch.device("cuda" if uses_cuda() else "cpu")
+        precision = choose_precision(settings.train.precision, device)
+        train, more = prepare_layers(self.model, settings.train, precision)
+        self.settings = settings.model_copy(update={"train": train})
+        self.ds_config = complete_deepspeed_config(
+            ds_config,
+            micro_batch_size=int(train.micro_batch_size),
+            accumulation=train.passes(dist.get_world_size()),
+            world_size=dist.get_world_size(),
+            max_grad_norm=train.max_grad_norm,
+            precision=precision,
+        )
+        check_with_deepspeed(self.ds_config, settings.config)
+        dropout = attention_dropout(self.model)
+        self.identity = identity(self.settings, ds_config, precision, corpus.path, dropout)
+        self.start_step = on_rank_0(lambda: folder.resume_step(self.identity))
+        self.rows: ProbeRows | None = None
+        if self.is_finished:
+            return
+        resumes = self.start_step > 0
+        self.rows, of_rows = read_rows(self.settings, corpus, self.tokenizer, resumes=resumes)
+        self.notes = [
+            f"resuming from step {self.start_step}" if resumes else "fresh run",
+            *self.notes,
+            *lines,
+            *more,
+            *on_rank_0(lambda: _note_on_micro_batches(folder, self.start_step, train)),
+            *describe_machine(),
+            _note_on_held_out(self.streams["validation"]),
+            f"model: {self.model.num_parameters() / 1e6:.1f} M parameters, {precision}",
+            *of_rows,
+            *(_notes_on_objectives(settings, self.model) if train.steps else []),
+        ]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -97,69 +145,6 @@ class Setup:
             "identity": self.identity,
             "micro_batch_size": self.settings.train.micro_batch_size,
         }
-
-
-def prepare(
-    settings: PretrainSettings, ds_config: dict[str, Any], corpus: Corpus, folder: RunFolder
-) -> Setup | None:
-    """Builds or restores all parts of a run and checks them; None if the run has finished. Needs the process group.
-
-    Args:
-        settings: With the micro-batch size as a number.
-        ds_config: DeepSpeed JSON as loaded, with its "auto" values.
-
-    Raises:
-        UserError: Tokenizer, corpus, run folder or a setting does not fit.
-    """
-    torch.set_float32_matmul_precision("high")  # TF32 for fp32, on GPUs that have it
-    stop, end = StopRequest(settings.run.time_limit), on_rank_0(lambda: folder.end)
-    notes: list[str] = []
-    torch.manual_seed(settings.train.seed)
-    if end or on_rank_0(lambda: folder.saved_steps):
-        model, tokenizer = restore_model(folder)
-    else:
-        on_rank_0(folder.refuse_foreign)
-        model, tokenizer = build_model(settings.model, notes.append)
-    streams = build_streams(settings, corpus, tokenizer, model.config.max_tokens)
-    settings, length = resolve_length(settings, streams["train"])
-    device = torch.device("cuda" if uses_cuda() else "cpu")
-    precision = choose_precision(settings.train.precision, device)
-    train, layers = prepare_layers(model, settings.train, precision)
-    settings = settings.model_copy(update={"train": train})
-    batch = batch_arithmetic(train, dist.get_world_size())
-    completed = complete_deepspeed_config(ds_config, precision=precision, **batch)
-    check_with_deepspeed(completed, settings.config)
-    numbers = identity(settings, ds_config, precision, corpus.path, attention_dropout(model))
-    start_step = on_rank_0(lambda: folder.resume_step(numbers, train))
-    if end and (end >= train.steps or not start_step):
-        return None
-    rows, lines = read_rows(settings, corpus, tokenizer, resumes=start_step > 0)
-    notes = [
-        f"resuming from step {start_step}" if start_step else "fresh run",
-        *notes,
-        *length,
-        *layers,
-        *on_rank_0(lambda: _note_on_micro_batches(folder, start_step, train.micro_batch_size)),
-        *describe_machine(),
-        *_notes_on_held_out(settings, streams["validation"]),
-        f"model: {count_parameters(model) / 1e6:.1f} M parameters, {precision}",
-        *lines,
-        *(_notes_on_objectives(settings, model) if train.steps else []),
-    ]
-    return Setup(
-        settings=settings,
-        ds_config=completed,
-        folder=folder,
-        corpus=corpus,
-        model=model,
-        tokenizer=tokenizer,
-        streams=streams,
-        identity=numbers,
-        start_step=start_step,
-        rows=rows,
-        notes=notes,
-        stop=stop,
-    )
 
 
 def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer], Anchor | None]:
@@ -172,26 +157,19 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer], Anchor 
     on_rank_0(lambda: _describe(setup))
     topics, lines = _prepare_topics(setup)
     build_base = partial(build_model, settings.model, facets=False)
-    anchor = prepare_anchor(
-        folder.anchor,
-        settings,
-        setup.streams["train"],
-        setup.tokenizer,
-        build_base,
-        is_new=not step,
-    )
+    stream = setup.streams["train"]
+    anchor = prepare_anchor(folder.anchor, settings, stream, setup.tokenizer, build_base, not step)
     engine, loaded = _start_engine(deepspeed, setup)
     console = Console(folder, step, settings.train.steps)
     for note in [*setup.notes, *lines, *loaded]:
         console.on_line(note)
     observers: list[Observer] = [console]
     if setup.rows:
-        is_random = settings.model.random_weights
         selection = Selection(
             settings,
             setup.rows,
             setup.tokenizer,
-            untouched=None if is_random else build_base,
+            untouched=None if settings.model.random_weights else build_base,
             reference=setup.model.config.pooling,
             topics=topics if settings.probe.file else None,
             report=console.on_line,
@@ -204,12 +182,12 @@ def start(deepspeed: Any, setup: Setup) -> tuple[Engine, list[Observer], Anchor 
 
 def _start_engine(deepspeed: Any, setup: Setup) -> tuple[Engine, list[str]]:
     """Returns the engine with the weights of the checkpoint to resume from, and lines for the log."""
-    folder, step, lines = setup.folder, setup.start_step, list[str]()
-    saved = on_rank_0(lambda: folder.meta(step)["ranks"]) if step else dist.get_world_size()
-    is_converted = saved != dist.get_world_size()
+    folder, step, ranks = setup.folder, setup.start_step, dist.get_world_size()
+    saved, lines = on_rank_0(lambda: folder.meta(step)["ranks"]) if step else ranks, list[str]()
+    is_converted = saved != ranks
     if is_converted:
         on_rank_0(lambda: convert_to_universal(folder.checkpoint(step), folder.universal))
-        lines.append(f"checkpoint of {saved} rank(s) converted for {dist.get_world_size()}")
+        lines.append(f"checkpoint of {saved} rank(s) converted for {ranks}")
         if dist.get_rank() == 0:
             # DeepSpeed's universal form holds no frozen weights; DeepSpeed sends those of rank 0 to all ranks.
             setup.model.load_state_dict(fp32_weights(folder.checkpoint(step)))
@@ -218,9 +196,8 @@ def _start_engine(deepspeed: Any, setup: Setup) -> tuple[Engine, list[str]]:
         path = folder.universal if is_converted else folder.checkpoint(step)
         engine.load(folder.checkpoints, path.name)
         dist.barrier()
-        on_rank_0(folder.remove_universal)
-        lines += filter(None, [on_rank_0(lambda: folder.discard_after(step))])
-    return engine, lines + engine.new_notes()
+        on_rank_0(lambda: shutil.rmtree(folder.universal, ignore_errors=True))
+    return engine, [*lines, *engine.new_notes()]
 
 
 def _prepare_topics(setup: Setup) -> tuple[TopicTable | None, list[str]]:
@@ -228,11 +205,8 @@ def _prepare_topics(setup: Setup) -> tuple[TopicTable | None, list[str]]:
     number, path = setup.settings.model.num_topics, setup.folder.topics
 
     def write() -> None:
-        if (
-            not setup.start_step
-        ):  # a run that ended before its first checkpoint may have left others
-            path.unlink(missing_ok=True)
-        if number and not path.exists():
+        path.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+        if number:
             state = fit_topics(
                 setup.corpus,
                 number,
@@ -242,38 +216,29 @@ def _prepare_topics(setup: Setup) -> tuple[TopicTable | None, list[str]]:
             with atomic_write(path, "wb") as file:
                 file.write(save(state))
 
-    on_rank_0(write)
-    state = load_topics(setup.folder)
-    if not state:
+    if not setup.start_step:
+        on_rank_0(write)
+    if not number:
         return None, []
+    state = load_topics(setup.folder)
     made = state["table"].shape[1]
     few = f" (of {number}: there are few documents)" if made < number else ""
     line = f"topics: {made}{few}, from the words of the training documents"
     return TopicTable.of(state), [line]
 
 
-def count_parameters(model: Any) -> int:
-    """Returns the number of weights of a model."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _notes_on_held_out(settings: PretrainSettings, held_out: ExampleStream) -> list[str]:
-    """Returns a line on the validation split, and a warning if it is smaller than a group of negatives."""
-    sources, group = held_out.corpus.validation_sources, settings.train.negatives_group
-    examples = held_out.examples_per_epoch
+def _note_on_held_out(held_out: ExampleStream) -> str:
+    """Returns a line on the validation split."""
+    sources = held_out.corpus.validation_sources
     of = f" (of {', '.join(sorted(sources))})" if sources else ""
-    lines = [f"data: {held_out.num_documents:,} documents held out{of}, {examples:,} examples"]
-    if examples < group:
-        lines.append(
-            f"warning: only {examples} examples are held out, so MCQT is validated among them, not among {group} "
-            "(train.negatives_group). Set a larger --data.validation_fraction."
-        )
-    return lines
+    number, examples = held_out.num_documents, held_out.examples_per_epoch
+    return f"data: {number:,} documents held out{of}, {examples:,} examples"
 
 
-def _note_on_micro_batches(folder: RunFolder, step: int, size: Any) -> list[str]:
+def _note_on_micro_batches(folder: RunFolder, step: int, train: TrainSettings) -> list[str]:
     """Returns a line if the run continues with other micro-batches than it had."""
-    before = folder.meta(step).get("micro_batch_size", size) if step else size
+    size = train.micro_batch_size
+    before = folder.meta(step)["micro_batch_size"] if step else size
     if before == size:
         return []
     return [
@@ -312,11 +277,11 @@ def build_streams(
     data, model = settings.data, settings.model.checkpoint
     if max_tokens and data.seq_length > max_tokens:
         raise UserError(f"data.seq_length = {data.seq_length}: {model} takes {max_tokens} at most.")
-    theirs = tokenizer_fingerprint(tokenizer.backend_tokenizer.to_str())
-    if theirs != corpus.tokenizer_fingerprint:
+    found = tokenizer_fingerprint(tokenizer.backend_tokenizer.to_str())
+    if found != corpus.tokenizer_fingerprint:
         raise UserError(
             f"data.corpus = {data.corpus}: another tokenizer wrote its tokens (fingerprint "
-            f"{corpus.tokenizer_fingerprint[:12]}) than that of {model} ({theirs[:12]}); prepare the corpus with "
+            f"{corpus.tokenizer_fingerprint[:12]}) than that of {model} ({found[:12]}); prepare the corpus with "
             "--tokenizer set to the model."
         )
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
@@ -345,7 +310,8 @@ def identity(
     """Returns what a checkpoint must agree on to be resumed: everything that decides the numbers, by name.
 
     Args:
-        ds_config: DeepSpeed JSON as loaded. What completes it follows from the settings.
+        ds_config: DeepSpeed JSON as loaded. What completes it follows from the settings, and its other groups change no
+            number.
         precision: The one that "auto" means here.
         dropout: Rate of the attention weights that is applied; without padding it may be 0.
     """
@@ -355,13 +321,10 @@ def identity(
     values = {f"{group}.{name}": groups[group][name] for group in groups for name in groups[group]}
     values["train.precision"] = precision
     values["dropout of attention (train.unpad)"] = dropout
-    for name in DEEPSPEED_IDENTITY:
-        value = ds_config.get(name)
-        if name in ("bf16", "fp16"):  # their "enabled" is the precision
-            value = {key: v for key, v in (value or {}).items() if key != "enabled"} or None
-        values[f"DeepSpeed's {name}"] = value
-    zero = ds_config["zero_optimization"].items()
-    values |= {f"DeepSpeed's zero_optimization.{key}": v for key, v in zero if key not in HARMLESS}
+    for name in ("data_types", "bf16", "fp16", "zero_optimization"):
+        for key, value in (ds_config.get(name) or {}).items():
+            if key not in HARMLESS:
+                values[f"DeepSpeed's {name}.{key}"] = value
     manifest = hashlib.sha256((corpus / MANIFEST).read_bytes())
     return values | {"manifest of the corpus": manifest.hexdigest()}
 
@@ -389,10 +352,8 @@ def _describe(setup: Setup) -> None:
         raise UserError(
             f"{folder.path}: reports step {max(steps)}, but holds no checkpoint: put it back, or set --output_dir."
         )
-    old = [folder.stopped, folder.done]  # a finished run may continue with more steps
-    if is_new:
-        old.append(folder.best)  # of checkpoints that are gone
-    for path in old:
+    old = [folder.best, folder.done] if is_new else []  # of checkpoints that are gone, or no steps
+    for path in [folder.stopped, *old]:
         path.unlink(missing_ok=True)
     with atomic_write(folder.settings) as file:
         file.write(to_yaml(settings))

@@ -7,29 +7,27 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from data_prep.examples import ExampleStream
-from multicls.distributed import on_rank_0, uses_cuda
+from multicls.distributed import on_rank_0
 from multicls.environment import flops_per_token, peak_flops, peak_memory_gb
 from multicls.errors import print_stderr
-from multicls.files import read_json, write_json
+from multicls.files import write_json
 from multicls.optim import dropout_seed
 from pretrain.anchor import Anchor
-from pretrain.batches import MicroBatch, load_steps, prefetch_to
+from pretrain.batches import MicroBatch, load_steps
 from pretrain.engine import Engine
-from pretrain.export import EXPORT_INFO, write_model
-from pretrain.metrics import MetricSums, Terms, collapses, means
+from pretrain.export import write_model
+from pretrain.metrics import NORMALIZED, MetricSums, Terms, collapses, means
 from pretrain.observe import Observer
 from pretrain.settings import PretrainSettings, lr_at
 from pretrain.setup import Setup
 from pretrain.stopping import StopRequest
-
-NORMALIZED = ("mlm", "tfidf", "so")  # losses that are sums over terms; their number varies
 
 
 def train_step(
@@ -58,16 +56,15 @@ def train_step(
     seeds = [dropout_seed(train.seed, batch.number) for batch in batches]
     facet_gradients, shared = engine.gather_negatives(batches, seeds)
     terms = []
-    for slot, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
-        gradients = None if facet_gradients is None else facet_gradients[slot]
+    for batch, seed, gradients in zip(batches, seeds, facet_gradients, strict=True):
         terms.append(engine.run_pass(batch, normalizers, seed, gradients, measured) | shared)
     return terms
 
 
 def exchange_counts_and_votes(
     batches: Sequence[MicroBatch], stop: StopRequest, device: torch.device
-) -> dict[str, Tensor]:
-    """Returns the divisors of the losses of a micro-batch; one all-reduce sums the ranks' counts and stop votes."""
+) -> Tensor:
+    """Returns the divisors of a micro-batch's losses, (3,); one all-reduce sums the ranks' counts and stop votes."""
     counts = [sum(batch.counts[name] for batch in batches) for name in NORMALIZED]
     table = torch.tensor([*counts, *stop.votes()], dtype=torch.float64)
     if device.type == "cuda":
@@ -75,8 +72,7 @@ def exchange_counts_and_votes(
     dist.all_reduce(table)
     stop.take_result(table[len(counts) :])
     micro_batches = len(batches) * dist.get_world_size()
-    shares = (table[: len(counts)] / micro_batches).clamp(min=1e-9).float()
-    return dict(zip(NORMALIZED, shares.unbind(), strict=True))
+    return (table[: len(counts)] / micro_batches).clamp(min=1e-9).float()
 
 
 def evaluate(engine: Engine, settings: PretrainSettings, stream: ExampleStream) -> dict[str, float]:
@@ -98,11 +94,8 @@ def evaluate(engine: Engine, settings: PretrainSettings, stream: ExampleStream) 
     sums = MetricSums()
     for batch in batches:
         batch = batch.to(engine.device)
-        normalizers = {
-            name: torch.tensor(max(batch.counts[name], 1.0), device=engine.device)
-            for name in NORMALIZED
-        }
-        terms = engine.evaluate(batch, normalizers, size)
+        counts = [max(batch.counts[name], 1.0) for name in NORMALIZED]
+        terms = engine.evaluate(batch, torch.tensor(counts, device=engine.device), size)
         sums.add(terms, batch.counts, counted=batch.number < count)
     return with_total(means(sums.totals(engine.device)), settings.objective.in_use)
 
@@ -140,10 +133,13 @@ class NonFiniteGuard:
         if self._engine.was_updated:
             return True
         wrong = [
-            {name: float(value) for name, (value, _) in found.items() if name.startswith("loss/")}
+            {
+                name: float(value)
+                for name, (value, _) in found.items()
+                if name.startswith("loss/") and not math.isfinite(value)
+            }
             for found in terms
         ]
-        wrong = [{n: v for n, v in found.items() if not math.isfinite(v)} for found in wrong]
         ranks = torch.tensor(float(any(wrong)), device=self._engine.device)
         dist.all_reduce(ranks)
         if not ranks and self._engine.is_fp16:
@@ -184,28 +180,27 @@ class Trainer:
         self.settings, self.folder = setup.settings, setup.folder
         self.guard = NonFiniteGuard(engine, self.settings.train.skip_nonfinite)
         self.sums = MetricSums()
-        self._peak = peak_flops(torch.cuda.get_device_name()) if uses_cuda() else None
-        if self._peak:
-            self._flops = flops_per_token(
-                engine.module.config,
-                tuple(self.settings.objective.in_use),
-                length=self.settings.data.seq_length,
-                group_size=self.settings.train.negatives_group,
-                mlm_probability=self.settings.data.mlm_probability,
-            )
 
     def run(self) -> None:
         """Trains to the end and exports, or until a stop request; marks the run folder."""
-        start, stop, steps = self.setup.start_step, self.setup.stop, self.settings.train.steps
-        batches = self._load(range(start, steps))
+        start, stop, train = self.setup.start_step, self.setup.stop, self.settings.train
+        size = int(train.micro_batch_size)
+        batches = load_steps(
+            self.setup.streams["train"],
+            range(start, train.steps),
+            size=size,
+            per_step=train.global_batch_size // size,
+            workers=self.settings.data.num_workers,
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+            unpad=train.unpad is True,
+        )
         with_targets = self.anchor.add_to_steps(batches) if self.anchor else batches
-        on_device = prefetch_to(self.engine.device, with_targets)
         with stop.listening(), closing(batches):
             self._begin(start)
-            for step in range(start, steps):
-                done = step + 1
-                begun = time.perf_counter()
-                loaded = next(on_device)
+            for step in range(start, train.steps):
+                done, begun = step + 1, time.perf_counter()
+                loaded = next(with_targets)
                 waited = time.perf_counter() - begun
                 self._step(loaded, step)
                 seconds = time.perf_counter() - begun
@@ -213,7 +208,7 @@ class Trainer:
                 self.sums.add({"speed/seconds_per_step": (seconds, 1.0)})
                 for observer in self.observers:
                     observer.on_step(done)
-                reason = stop.reason() if done < steps else ""
+                reason = stop.reason() if done < train.steps else ""
                 if reason or self._is_recorded(done):
                     self._record(done)
                 if reason or self._is_saved(done):
@@ -223,19 +218,15 @@ class Trainer:
                     return
                 if self._is_validated(done):
                     self._validate(done)
-                if self._is_milestone(done):
-                    self._export(done)
-        self._finish(steps)
+        self._finish(train.steps)
 
     def _begin(self, start: int) -> None:
-        """Does what a stop has left undone, and validates a new run."""
-        if start in (0, self.settings.train.steps) or self._is_validated(start):
-            self._validate(start)  # it follows the checkpoint
+        """Validates a new run, or what a stop has left to validate: a validation follows the checkpoint."""
+        if self._is_validated(start):
+            self._validate(start)
         elif self.engine.deepspeed.zero_optimization_stage() == 3:
             # Before DeepSpeed's trace is complete: in DeBERTa, layers return weights here.
             evaluate(self.engine, self.settings, self.setup.streams["validation"])
-        if start and self._is_milestone(start) and self._exported_step() < start:
-            self._export(start)  # the stop was at the milestone; a validation may choose the step
 
     def _step(self, batches: Sequence[MicroBatch], step: int) -> None:
         """Makes one step and adds its terms to the sums."""
@@ -246,51 +237,29 @@ class Trainer:
         updated = self.guard.check_step(step, batches, terms)
         add_terms(self.sums, batches, terms, updated)
 
-    def _load(self, steps: range) -> Any:
-        """Returns this rank's loaded batches of some steps, in order; the caller closes them."""
-        train = self.settings.train
-        size = int(train.micro_batch_size)
-        return load_steps(
-            self.setup.streams["train"],
-            steps,
-            size=size,
-            per_step=train.global_batch_size // size,
-            workers=self.settings.data.num_workers,
-            rank=dist.get_rank(),
-            ranks=dist.get_world_size(),
-            unpad=train.unpad is True,
-        )
-
-    def _is_milestone(self, done: int) -> bool:
-        every = self.settings.run.milestone_every
-        return done < self.settings.train.steps and every is not None and done % every == 0
+    def _is_due(self, done: int, every: float | None) -> bool:
+        return done == self.settings.train.steps or (every is not None and done % every == 0)
 
     def _is_saved(self, done: int) -> bool:
-        is_last = done == self.settings.train.steps
-        return (
-            is_last or self.settings.is_permanent(done) or done % self.settings.run.save_every == 0
-        )
+        run = self.settings.run
+        return self._is_due(done, run.save_every) or self._is_due(done, run.milestone_every)
 
     def _is_validated(self, done: int) -> bool:
-        return done == self.settings.train.steps or done % self.settings.run.eval_every == 0
+        return self._is_due(done, self.settings.run.eval_every)
 
     def _is_recorded(self, done: int) -> bool:
-        is_due = done % self.settings.run.log_every == 0
+        is_due = self._is_due(done, self.settings.run.log_every)
         return is_due or self._is_saved(done) or self._is_validated(done)
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, marks it complete and deletes old ones. All ranks call it."""
-        begun, folder = time.monotonic(), self.folder
+        begun, folder, run = time.monotonic(), self.folder, self.settings.run
         on_rank_0(lambda: folder.begin_checkpoint(step))
         self.engine.save(folder.checkpoints, folder.checkpoint(step).name)
         dist.barrier()  # all files of all ranks are on the disk
+        facts = self.setup.facts
         size = on_rank_0(
-            lambda: folder.commit(
-                step,
-                self.setup.facts,
-                newest=self.settings.run.keep_checkpoints,
-                is_permanent=self.settings.is_permanent,
-            )
+            lambda: folder.commit(step, facts, run.keep_checkpoints, run.milestone_every)
         )
         seconds = time.monotonic() - begun
         self._report(f"checkpoint of step {step}: {size / 1e6:.0f} MB in {seconds:.1f} s")
@@ -305,11 +274,13 @@ class Trainer:
         for observer in self.observers:
             observer.on_record(done, "validation", values)
         self._report(*warnings)
-        for observer in self.observers:
-            if on_rank_0(lambda observer=observer: observer.keeps(done)):  # type: ignore[misc]
-                if on_rank_0(lambda: done not in self.folder.saved_steps):
-                    self.save(done)
-                on_rank_0(lambda observer=observer: observer.on_kept(done))  # type: ignore[misc]
+        kept = on_rank_0(lambda: [observer.keeps(done) for observer in self.observers])
+        if any(kept) and on_rank_0(lambda: done not in self.folder.saved_steps):
+            self.save(done)
+        if dist.get_rank() == 0:
+            for observer, keeps in zip(self.observers, kept, strict=True):
+                if keeps:
+                    observer.on_kept(done)
 
     def _record(self, done: int) -> None:
         totals = self.sums.totals(self.engine.device)
@@ -326,22 +297,22 @@ class Trainer:
         values["memory/peak_gb"] = peak_memory_gb(self.engine.device.type)
         if self.engine.device.type == "cuda":
             values["memory/reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        if self._peak:
-            values["speed/mfu"] = tokens / seconds / ranks * self._flops / self._peak
+            if peak := peak_flops(torch.cuda.get_device_name()):
+                values["speed/mfu"] = tokens / seconds / ranks * self._flops / peak
         for observer in self.observers:
             observer.on_record(done, "train", values)
         self._report(*self.engine.new_notes())
 
-    def _exported_step(self) -> int:
-        """Returns the step of the model in RUN/hf on all ranks; 0: there is none."""
-        path = self.folder.export / EXPORT_INFO
-        return on_rank_0(lambda: int(read_json(path)["step"]) if path.exists() else 0)
-
-    def _export(self, step: int) -> None:
-        """Exports the model of `step`, or the one that an observer prefers."""
-        for observer in self.observers:
-            step = on_rank_0(lambda observer=observer, step=step: observer.exported(step))  # type: ignore[misc]
-        on_rank_0(lambda: write_model(self.folder, step, self.folder.export))
+    @cached_property
+    def _flops(self) -> float:
+        """Operations of a token in a step."""
+        return flops_per_token(
+            self.engine.module.config,
+            tuple(self.settings.objective.in_use),
+            length=self.settings.data.seq_length,
+            group_size=self.settings.train.negatives_group,
+            mlm_probability=self.settings.data.mlm_probability,
+        )
 
     def _stop(self, step: int, reason: str) -> None:
         """Marks the run as stopped. A stop has little time, and pretrain/export.py exports at any time."""
@@ -349,12 +320,18 @@ class Trainer:
         self._report(f"stopped by {reason}, the same command resumes: checkpoint at step {step}")
 
     def _finish(self, step: int) -> None:
-        """Exports the model and marks the run as done."""
-        state: dict[str, Any] = {"step": step}
+        """Exports the model that the observers choose, and marks the run as done."""
+
+        def export() -> None:
+            chosen = step
+            for observer in self.observers:
+                chosen = observer.exported(chosen)
+            write_model(self.folder, chosen, self.folder.export)
+            write_json(self.folder.done, {"step": step})
+
         for observer in self.observers:
-            state |= observer.on_end()
-        self._export(step)
-        on_rank_0(lambda: write_json(self.folder.done, state))
+            observer.on_end()
+        on_rank_0(export)
         self._report(f"done: checkpoint at step {step}" if step else "done: nothing was trained")
 
     def _report(self, *lines: str) -> None:

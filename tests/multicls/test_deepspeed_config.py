@@ -81,6 +81,7 @@ def test_values_of_our_settings_are_refused_with_the_setting(tmp_path: Path) -> 
 BAD = {
     '{"zero_optimisation": {"stage": 2}}': "Did you mean 'zero_optimization'?",
     '{"tensorboard": {}}': "tensorboard: ",
+    '{"prescale_gradients": true}': "prescale_gradients: no key that works here",
     '{"bf16": 1,}': "not valid JSON",
     "[]": "is an object",
     '{"bf16": "auto"}': "bf16 = auto: must be an object",

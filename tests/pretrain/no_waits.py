@@ -33,14 +33,7 @@ from tests.pretrain.two_ranks import Case, make_engine, micro_batch, settings
 
 BATCHES = [micro_batch(0), micro_batch(1)]
 # `hire` reads lengths on the host, as torch's packed sequences need; `isobn` asks for autocast, which "gpu" lacks.
-HEADS = (
-    "cls",
-    "mean",
-    "multicls",
-    "multicls_sum",
-    "facets",
-    "cln",
-)
+HEADS = ("cls", "mean", "multicls", "multicls_sum", "facets", "cln")
 TASKS = {
     "scores": about(""),
     "several labels": about("xyz", multi_label=True),
@@ -162,11 +155,8 @@ def head_on_fake_gpu(head: str, task: dict[str, Any]) -> str:
 
 def on_fake_gpu(kind: str) -> str:
     """Makes a step in bf16, with metrics, on a fake GPU; returns "" or the error."""
-    model, chosen, batches = (
-        tiny_model(encoder=kind).bfloat16().train(),
-        settings(),
-        list[MicroBatch](),
-    )
+    model = tiny_model(encoder=kind).bfloat16().train()
+    chosen, batches = settings(), list[MicroBatch]()
     with patch("pretrain.engine.uses_cuda", return_value=True):
         train = {"compile": False, "unpad": False}
         prepare_layers(model, chosen.train.model_copy(update=train), "bf16")

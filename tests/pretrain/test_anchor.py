@@ -61,13 +61,11 @@ def test_texts_are_those_before_masks_and_facets(stream: ExampleStream) -> None:
 def test_each_micro_batch_finds_its_own_targets(stream: ExampleStream, tmp_path: Path) -> None:
     """Whatever its size; a file ends within a step's examples for none."""
     anchor = Anchor(tmp_path, steps=500, per_step=6)
-    assert anchor.missing() == [0, 1]
+    assert anchor.num_files == 2
     numbers = np.arange(500 * 6 * 3, dtype=np.float32).reshape(3000, 3, 1)
     for number in (0, 1):
         steps = anchor.steps_of(number)
         anchor.write(number, (numbers % 2000)[steps.start * 6 : steps.stop * 6])
-    assert anchor.missing() == []
-    assert Anchor(tmp_path, steps=501, per_step=6).missing() == [1]  # a longer run
     for size in (3, 6):
         load = partial(load_steps, stream, range(340, 343), size=size, workers=0)
         for batch in chain.from_iterable(load(per_step=6 // size)):
@@ -87,11 +85,8 @@ def test_a_teacher_is_turned_to_the_model(stream: ExampleStream, tmp_path: Path)
 
     rotation = _rotation(anchor, stream, embed, lambda batch: 3 * embed(batch) @ turn)
     np.testing.assert_allclose(turn @ rotation, np.eye(8), atol=1e-9)
-    again = _rotation(anchor, stream, embed, embed)  # kept: a resumed run turns as before
-    np.testing.assert_array_equal(again, rotation)
-    narrow = Anchor(tmp_path / "narrow", steps=60, per_step=6)
     with pytest.raises(UserError, match="has 4 dimensions, fewer than 8"):
-        _rotation(narrow, stream, embed, lambda batch: embed(batch)[:, :4])
+        _rotation(anchor, stream, embed, lambda batch: embed(batch)[:, :4])
 
 
 def test_it_keeps_the_embedding_and_resumes_to_the_bit(
@@ -116,5 +111,5 @@ def test_it_keeps_the_embedding_and_resumes_to_the_bit(
     assert ends["whole"][1] == ends["resumed"][1]
     targets = [np.load(tmp_path / n / "run/anchor/000000.npy") for n in ("whole", "ranks")]
     np.testing.assert_array_equal(targets[0][:12], targets[1])
-    model, _ = model_before(RunFolder(tmp_path / "whole/run"), facets=False)
+    model, _ = model_before(RunFolder(tmp_path / "whole/run"))
     assert targets[0].shape[1:] == (3, model.config.hidden_size)

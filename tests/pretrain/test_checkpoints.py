@@ -59,33 +59,26 @@ def engine_of(deepspeed: Any) -> Engine:
     return engine
 
 
-def settings_of(keep: int = 2, train: Any = None, **run: Any) -> PretrainSettings:
-    values = {
-        "model": {"checkpoint": "m"},
-        "data": {"corpus": "c"},
-        "train": train or {"steps": 90},
-    }
-    return PretrainSettings.model_validate(values | {"run": {"keep_checkpoints": keep} | run})
-
-
-def save(run: RunFolder, step: int, identity: Any = None, **options: Any) -> None:
-    """Saves a checkpoint as a run does."""
-    trainer = object.__new__(Trainer)
-    facts = {"ranks": 1, "identity": identity or {"train.seed": 1}}
+def save(run: RunFolder, step: int, **options: Any) -> None:
+    """Saves a checkpoint as a run with these `options` does."""
+    values: dict[str, Any] = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
+    values |= {"train": {"steps": 90}, "run": options}
+    trainer: Any = object.__new__(Trainer)
+    trainer.setup = SimpleNamespace(facts={"ranks": 1, "identity": {"train.seed": 1}})
+    trainer.settings = PretrainSettings.model_validate(values)
     trainer.folder, trainer.engine, trainer.observers = run, engine_of(DeepSpeed()), []
-    trainer.setup, trainer.settings = SimpleNamespace(facts=facts), settings_of(**options)  # type: ignore[assignment]
     trainer.save(step)
 
 
 def resume_step(run: RunFolder) -> int:
-    return run.resume_step({"train.seed": 1}, settings_of().train)
+    return run.resume_step({"train.seed": 1})
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     """A run folder with checkpoints of steps 10, 20 and 30."""
     for step in (10, 20, 30):
-        save(RunFolder(tmp_path), step, keep=3)
+        save(RunFolder(tmp_path), step, keep_checkpoints=3)
     return RunFolder(tmp_path)
 
 
@@ -153,31 +146,6 @@ def test_newest_and_milestones_are_kept(run: RunFolder) -> None:
     for step in (40, 50, 60, 70, 80):
         save(run, step, milestone_every=20)
     assert run.saved_steps == [20, 40, 60, 70, 80] and not run.checkpoint(25).exists()
-
-
-def length_of(**length: Any) -> tuple[dict[str, Any], Any]:
-    """Returns identity and training settings of a run of some length."""
-    train = settings_of(train={"schedule": "wsd", "warmup_ratio": 0} | length).train
-    names = ("steps", "warmup_ratio", "decay_ratio")
-    return {f"train.{name}": getattr(train, name) for name in names}, train
-
-
-def test_the_last_checkpoint_before_a_decay_is_kept_for_longer_runs(tmp_path: Path) -> None:
-    run, train = RunFolder(tmp_path), {"schedule": "wsd", "warmup_ratio": 0, "steps": 10}
-    for step in (3, 5, 8, 9, 10):
-        save(run, step, length_of(steps=10)[0], keep=1, train=train)
-    assert run.saved_steps == [8, 10] and run.resume_step(*length_of(steps=10)) == 10
-    assert run.resume_step(*length_of(steps=20)) == 8
-    assert run.resume_step(*length_of(steps=10, decay_ratio=0.1)) == 8
-    write_json(run.best, {"step": 9})
-    assert "of steps 10, are removed" in run.discard_after(8)
-    assert run.saved_steps == [8] and not run.best.exists()
-    assert not run.discard_after(8)
-    with pytest.raises(
-        UserError,
-        match="run of 10 steps had 0 of warm-up and a decay from step 8; this one of 8 has 0 and 6",
-    ):
-        run.resume_step(*length_of(steps=8))
 
 
 class Malicious:

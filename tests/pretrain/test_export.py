@@ -33,11 +33,12 @@ MILESTONES = ("--steps", "4", "--run.milestone_every", "2")
 
 @pytest.fixture(scope="module")
 def stopped(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a milestone at step 2 that was killed, resumed, and asked to stop after step 3 of 4."""
+    """A run with a milestone at step 2 that was killed, resumed, and stopped after step 3 of 4; step 2 is exported."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    assert fork(folder, {"accident": "killed in a step", "step": 2}, flags=MILESTONES) == [[-9]]
-    assert step_of(folder / "hf") == 2
-    assert fork(folder, {"accident": "SIGTERM", "step": 2}, flags=MILESTONES) == [[0]], logs(folder)
+    launches = {"accident": "killed in a step", "step": 2}, {"accident": "SIGTERM", "step": 2}
+    assert fork(folder, *launches, flags=MILESTONES) == [[-9], [0]], logs(folder, 1)
+    assert not (folder / "hf").exists(), "a stop leaves no time to export"
+    export_to(folder / "hf", folder, "--step", "2")
     return folder
 
 
@@ -117,10 +118,7 @@ def test_the_cards_snippets_run_where_the_folder_lies(stopped: Path, tmp_path: P
     assert "torch.Size([2, 3, 32])" in done.stdout and "tensor([[" in done.stdout
 
 
-def test_a_stop_leaves_no_time_to_export_and_a_step_can_be_chosen(
-    stopped: Path, tmp_path: Path
-) -> None:
-    assert step_of(stopped / "hf") == 2, "that of the milestone"
+def test_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
     with locked(stopped):  # as a training process does
         assert step_of(export_to(tmp_path / "model", stopped)) == 3
         with pytest.raises(UserError, match="the training writes this folder"):
@@ -129,30 +127,6 @@ def test_a_stop_leaves_no_time_to_export_and_a_step_can_be_chosen(
     assert_same_files(tmp_path / "model", stopped / "hf")
     _, text = card_of(tmp_path / "model")
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
-
-
-def test_a_stop_at_a_milestone_is_exported_when_the_run_resumes(fork: Fork, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    stop = {"accident": "SIGTERM", "step": 1}  # in the step that ends at the milestone
-    assert fork(run, stop | {"ranks": 2}, flags=MILESTONES) == [[0, 0]]
-    assert "stopped by SIGTERM" in logs(run) and not (run / "hf").exists()
-    assert fork(run, {"accident": "killed in a step", "step": 2}, flags=MILESTONES) == [[-9]]
-    assert step_of(run / "hf") == 2
-
-
-def test_the_folder_is_a_sentence_transformer(stopped: Path, tmp_path: Path) -> None:
-    export_to(tmp_path / "plain", stopped)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
-    plain = AutoModel.from_pretrained(tmp_path / "plain").eval()
-    texts = ["bal del fil", "gol"]
-    with torch.inference_mode():
-        means = plain.embed_sentences(**tokenizer(texts, padding=True, return_tensors="pt"))
-    for folder in (tmp_path / "plain", tmp_path / "saved"):
-        model: Any = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
-        found = torch.from_numpy(model.encode(texts))
-        torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-5)
-        model.save_pretrained(str(tmp_path / "saved"))
-    assert "import SentenceTransformer" in card_of(tmp_path / "plain")[1]
 
 
 def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path) -> None:

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
-from multicls.modeling_multicls import MultiClsForPreTraining
 from pretrain.engine import keep_mask_on_device
 from pretrain.metrics import MetricSums, means
 from pretrain.trainer import NonFiniteGuard, add_terms, train_step
-from tests.pretrain.conftest import Launch
 from tests.pretrain.test_ds_configs import assert_losses, assert_skipped, plain_pytorch
-from tests.pretrain.test_resume import assert_same_losses_and_weights
 from tests.pretrain.two_ranks import GROUP, Case, make_engine, micro_batch, run
 
 pytestmark = [
@@ -65,29 +62,6 @@ def test_fp16_updates_once_the_loss_scale_fits(deepspeed: Any, stage: int) -> No
     first = losses[updates.index(True)]  # before it no step had losses, nor changed the weights
     assert {name: first[name] for name in expected} == pytest.approx(expected, rel=0.01)
     assert losses[-1]["loss/mlm"] < first["loss/mlm"] - 0.05
-
-
-def test_a_run_exports_a_model_that_loads(launch: Launch, tmp_path: Path) -> None:
-    ran = launch(tmp_path / "run")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "bf16" in ran.stdout or "fp16" in ran.stdout
-    loaded = MultiClsForPreTraining.from_pretrained(tmp_path / "run" / "hf")
-    assert all(parameter.isfinite().all() for parameter in loaded.parameters())
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_gpus_then_one_then_two(launch: Launch, tmp_path: Path, stage: int) -> None:
-    """The run ends as one that is left alone on one GPU."""
-    flags = ["--config", f"ds_configs/zero{stage}.json", "--train.compile", "false"]
-    flags += ["--global_batch_size", "12"]
-    stop, moved, alone = ["--run.time_limit", "0.001"], tmp_path / "moved", tmp_path / "alone"
-    two: dict[str, Any] = {"launcher": ["torchrun", "--standalone", "--nproc_per_node=2"]}
-    ran = [launch(moved, *flags, *stop, **two), launch(moved, *flags, *stop)]
-    ran += [launch(moved, *flags, **two), launch(alone, *flags)]
-    assert [done.returncode for done in ran] == [0] * 4, [done.stderr for done in ran]
-    assert "checkpoint of 2 rank(s) converted for 1" in ran[1].stdout
-    assert_same_losses_and_weights(moved, alone, 0.03)
 
 
 def our_waits(action: Callable[[], object]) -> list[str]:

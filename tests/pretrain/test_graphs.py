@@ -12,7 +12,7 @@ from torch import Tensor
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
 from pretrain import graphs
 from pretrain.engine import prepare_layers
-from pretrain.graphs import Graphs, pad_positions
+from pretrain.graphs import Graphs
 from pretrain.settings import TrainSettings
 from pretrain.trainer import train_step
 from tests.pretrain.tools import tiny_model
@@ -57,20 +57,6 @@ def test_recorded_steps_equal_those_without(deepspeed: Any, precision: str) -> N
     torch.testing.assert_close(recorded[1], plain[1], rtol=0, atol=tolerance / 10)
     other_dropout = curve(deepspeed, Case("zero2", changes | {"seed": 2}))  # control
     assert (other_dropout[0] - plain[0]).abs().max() > 10 * tolerance
-
-
-def test_padded_positions_add_nothing() -> None:
-    batch = micro_batch(0)
-    padded = pad_positions(batch.inputs)
-    number = len(batch.inputs["masked_positions"])
-    assert len(padded["masked_positions"]) == 64 > number
-    assert padded["masked_positions"][number:].tolist() == [0] * (64 - number)
-    assert int(batch.inputs["labels"].flatten()[0]) == -100, "[CLS] has no label"
-    network = tiny_model().eval()
-    plain, found = (network(**inputs).losses for inputs in (batch.inputs, padded))
-    for name, loss in plain.items():
-        count = torch.tensor(1.0) if name == "mlm" else 1.0
-        torch.testing.assert_close(found[name] * count, loss * count)
 
 
 def test_each_shape_has_its_recording_and_too_many_run_without() -> None:

@@ -2,8 +2,6 @@
 
 import math
 import os
-from functools import partialmethod
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +10,9 @@ from torch import Tensor
 
 from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
 from pretrain.batches import MicroBatch
-from pretrain.engine import Engine, prepare_layers
+from pretrain.engine import prepare_layers
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
-from pretrain.settings import PretrainSettings, TrainSettings
+from pretrain.settings import TrainSettings
 from pretrain.setup import describe_machine
 from tests.pretrain.tools import micro_batch_of, random_inputs, tiny_model
 
@@ -160,35 +158,6 @@ def test_auto_compiles_what_gains_on_a_gpu(
     assert not called
     train, notes = prepare_layers(tiny_model(encoder=encoder), auto, "bf16")
     assert bool(called) == bool(notes) == compiles == train.compile
-
-
-def test_compiled_layers_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles with a backend that needs no C++ compiler; gradients: tests/multicls/test_encoders.py."""
-    compile_eagerly = partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled, inputs = model(2), model(2), random_inputs(0, 3 * EXAMPLES, 2)
-    prepare_layers(compiled, TrainSettings(steps=1, compile=True), "fp32")
-    torch.testing.assert_close(compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
-    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
-
-
-def test_betas_and_epsilon_are_adamws() -> None:
-    built: list[Any] = []
-
-    def initialize(**arguments: Any) -> Any:
-        built.append(arguments["optimizer"])
-        raise InterruptedError
-
-    train = {"steps": 1, "adam_beta1": 0.8, "adam_beta2": 0.98, "adam_epsilon": 1e-6}
-    values = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": train}
-    settings, deepspeed = PretrainSettings.model_validate(values), SimpleNamespace()
-    deepspeed.initialize = initialize
-    with pytest.raises(InterruptedError):
-        Engine(deepspeed, tiny_model(), {}, settings)
-    for group in built[0].param_groups:
-        assert group["betas"] == (0.8, 0.98) and group["eps"] == 1e-6
 
 
 def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -125,24 +124,6 @@ def test_killed_again_and_again(disturb: Fork, alone: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_wsd_run_continues_with_more_steps(disturb: Fork, tmp_path: Path) -> None:
-    """Stopped, finished, killed: the weights are those of a run that had all steps from the beginning."""
-    folder, other = tmp_path / "run", tmp_path / "other" / "run"
-    other.parent.mkdir()
-    wsd = ("--train.schedule", "wsd", "--train.decay_ratio", "0.25", "--run.keep_checkpoints", "1")
-    short = (*wsd, "--steps", "8")  # two steps of warm-up, a decay after step 6
-    longer = (*wsd, "--steps", "12", "--train.warmup_ratio", "0.166667")
-    assert disturb(folder, {"accident": "SIGTERM", "step": 2}, {}, flags=short) == [[0], [0]]
-    assert disturb(folder, {}, flags=(*wsd, "--steps", "12")) == [[2]]
-    assert "Set --train.warmup_ratio 0.166667 for the same warm-up" in logs(folder)
-    killed = {"accident": "killed in a step", "step": 7}
-    assert disturb(folder, killed, {}, flags=longer) == [[-9], [0]], logs(folder, 1)
-    assert "resuming from step 6" in logs(folder) and "of steps 8, are removed" in logs(folder)
-    assert disturb(other, {}, flags=longer) == [[0]], logs(other)
-    assert_same_to_the_bit(folder, other)
-
-
-@pytest.mark.slow
 def test_signals_save_and_leave_at_once(disturb: Fork, alone: Path, tmp_path: Path) -> None:
     """Between two checkpoints, and where a validation is due: it waits until the run is resumed."""
     folder = tmp_path / "run"
@@ -164,9 +145,7 @@ def test_other_micro_batches_are_said_and_change_no_example(
     stop, folder = {"accident": "SIGTERM", "step": 2}, tmp_path / "run"
     assert disturb(folder, stop) == [[0]] and "micro_batch_size was" not in logs(folder)
     assert disturb(folder, {}, flags=("--micro_batch_size", "6")) == [[0]], logs(folder)
-    lines = [line for line in logs(folder).splitlines() if "train.micro_batch_size was" in line]
-    assert len(lines) == 1 and "was 3 and is now 6: the same examples, with other" in lines[0]
-    assert "resuming from step 3" in logs(folder)
+    assert logs(folder).count("micro_batch_size was 3 and is now 6: the same examples") == 1
     found, expected = (
         {step: sorted(chain(*taken.values())) for step, taken in examples(run).items()}
         for run in (folder, alone)
@@ -177,25 +156,14 @@ def test_other_micro_batches_are_said_and_change_no_example(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
-def test_a_signal_to_all_processes_saves(disturb: Fork, tmp_path: Path, name: str) -> None:
+def test_a_signal_to_all_processes_saves(disturb: Fork, tmp_path: Path) -> None:
     """SLURM signals all processes of a job, a terminal those of the foreground: loaders live on until the save."""
-    launch, flags = {"accident": f"all get {name}", "step": 3}, ("--data.num_workers", "2")
+    launch, flags = {"accident": "all get SIGUSR1", "step": 3}, ("--data.num_workers", "2")
     assert disturb(tmp_path / "run", launch, flags=flags) == [[0]], logs(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "STOPPED").read_text()) == {"step": 4, "reason": name}
-
-
-@pytest.mark.slow
-def test_needs_only_its_folder(disturb: Fork, alone: Path, tiny_bert: Path, tmp_path: Path) -> None:
-    """It is resumed without the checkpoint that it began from; tests have no network."""
-    folder, base = tmp_path / "run", tmp_path / "base"
-    shutil.copytree(tiny_bert, base)
-    flags = ("--model", str(base), "--model.random_weights=false")
-    assert disturb(folder, {"accident": "SIGTERM", "step": 2}, flags=flags) == [[0]]
-    shutil.rmtree(base)
-    assert disturb(folder, {}, flags=flags) == [[0]], logs(folder)
-    assert "resuming from step 3" in logs(folder)
-    assert weights(folder).keys() == weights(alone).keys()
+    assert json.loads((tmp_path / "run" / "STOPPED").read_text()) == {
+        "step": 4,
+        "reason": "SIGUSR1",
+    }
 
 
 @pytest.mark.slow
@@ -267,12 +235,6 @@ def test_a_full_disk_loses_nothing(disturb: Fork, alone: Path, tmp_path: Path) -
     assert "File too large" in line and "make room" in line and "Traceback" not in logs(folder)
     assert "resuming from step 4" in logs(folder, 1)
     assert_same_to_the_bit(folder, alone)
-
-
-def test_time_limit(disturb: Fork, tmp_path: Path) -> None:
-    assert disturb(tmp_path / "run", {}, flags=("--run.time_limit", "0.001")) == [[0]]
-    stopped = json.loads((tmp_path / "run" / "STOPPED").read_text())
-    assert stopped == {"step": 1, "reason": "run.time_limit"}
 
 
 def test_lost_checkpoints_are_no_reason_to_start_again(disturb: Fork, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from multicls.passages import Passages
 from multicls.systems import Linear
 from pretrain.export import chosen_step, load_topics
 from pretrain.folder import RunFolder
-from pretrain.selection import ProbeRows, Selection, advice, choose_rows, read_rows
+from pretrain.selection import ProbeRows, Selection, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
 from pretrain.verdict import read_verdict
 from tests.encoders import WORDS as CORPUS_WORDS
@@ -133,6 +133,7 @@ def test_no_better_step_exports_the_model_before(
     shutil.copytree(tiny_bert, base_folder)
     flags += ("--model", str(base_folder))
     assert fork(folder, flags=(*flags, "--run.time_limit", "0.001")) == [[0]], logs(folder)
+    assert read_json(folder / "STOPPED") == {"step": 1, "reason": "run.time_limit"}
     away = base_folder.rename(tmp_path / "away")
     assert fork(folder, flags=flags) == [[0]], logs(folder)
     away.rename(base_folder)
@@ -193,24 +194,6 @@ def test_a_run_without_steps_adds_topics(
     assert "probe/facets" not in record
 
 
-def test_a_milestone_that_a_stop_left_is_exported_once_its_validation_has_chosen(
-    fork: Fork, rows: str, tmp_path: Path
-) -> None:
-    folder, stop = tmp_path / "run", {"accident": "SIGTERM", "step": 1}
-    flags = (*flags_of(rows), "--model.random_weights", "false", "--run.keep_best", "probe")
-    flags += ("--steps", "4", "--run.milestone_every", "2", "--run.eval_every", "2")
-    launches = [stop, {"accident": "killed in a step", "step": 2}]
-    assert fork(folder, *launches, flags=flags) == [[0], [-9]], logs(folder, 1)
-    assert "step 2  validation" not in logs(folder) and " is exported" not in logs(folder)
-    found = re.findall(
-        "step 2  validation|best step by the probe, 2, is|no step was better", logs(folder, 1)
-    )
-    best = RunFolder(folder).best_step
-    expected = "best step by the probe, 2, is" if best else "no step was better"
-    assert found == ["step 2  validation", expected]
-    assert read_json(folder / "hf" / "export.json")["step"] == best
-
-
 DOCUMENTS = np.repeat(np.arange(20), 3)
 
 
@@ -242,28 +225,6 @@ def test_the_baseline_is_the_base_models_own_embedding(tmp_path: Path) -> None:
         assert read_json(tmp_path / "probe.json")["reference"] == reference
 
 
-def test_without_labels_recall_of_passages(tmp_path: Path) -> None:
-    """A resumed run compares with step 0 of the run before it, not with other passages."""
-    generator = np.random.default_rng(0)
-    noise = {"mean": generator.normal(size=(60, 4)), "cls": generator.normal(size=(60, 4))}
-    topics = generator.normal(size=(20, 4))[DOCUMENTS]
-    better = {name: topics + 0.1 * values for name, values in noise.items()}
-    first = selection_of(tmp_path, keeps_best=True)
-    metrics = first.compare(noise, 0)
-    assert metrics["probe/mean"] < 0.2 and metrics["probe/mean_change"] == 0.0
-    assert not first.keeps(0)
-    resumed = selection_of(tmp_path, keeps_best=True)
-    metrics = resumed.compare(better, 4)
-    assert resumed.keeps(4) and resumed.best and resumed.best.step == 4
-    assert metrics["probe/mean"] > 0.3 < metrics["probe/mean_change_high"]
-    worse = selection_of(tmp_path)
-    worse.compare({name: np.zeros((60, 4)) for name in noise}, 4)
-    assert worse.best and worse.best.step == 0
-    worse._seconds, worse._begun = 0.5, time.perf_counter() - 10
-    (line,) = worse.summary()
-    assert line.endswith("measuring took 0 s, 5.0% of the time")
-
-
 def unused() -> Any:
     """Stands for what builds the model that step 0 measures."""
 
@@ -278,7 +239,10 @@ def test_harm_is_said_although_another_step_is_kept(tmp_path: Path) -> None:
         selection.compare({"mean": good, "cls": good}, 0)
         selection.compare({"mean": poor, "cls": cls}, 4)
         warning = f"warning: worse are {what}. Use fewer"
-        assert any(line.startswith(warning) for line in selection.summary())
+        selection._seconds, selection._begun = 0.5, time.perf_counter() - 10
+        summary = selection.summary()
+        assert summary[0] == "the best step was 0; measuring took 0 s, 5.0% of the time"
+        assert summary[1].startswith(warning)
         assert not selection.keeps(4) and not lines
 
 
@@ -312,7 +276,8 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
     folder.metrics.write_text("".join(lines))
     again = selection_of(tmp_path, True, unused)
     again.compare({"mean": noise, "cls": noise}, 16)
-    assert again.best == selection.best and again.exported(16) == 8
+    assert {16: again.history.pop(16)} and again.history == selection.history
+    assert again.exported(16) == 8
     for keeps_best, untouched, exported in ((True, unused, 0), (False, unused, 4), (True, None, 4)):
         other = selection_of(tmp_path / "other", keeps_best, untouched)
         (tmp_path / "other").mkdir(exist_ok=True)
@@ -323,63 +288,46 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"text": "a", "label": "x"}'] * 30, "all labels are alike"),
-        (
-            [json.dumps({"text": "a", "label": f"{n}"}) for n in range(30)],
-            "each row has another label",
-        ),
-        (
-            [json.dumps({"text": "a", "label": f"{n % 2}"}) for n in range(8)],
-            "a probe needs 20 or more",
-        ),
-        (['{"text": " ", "label": "x"}'] * 30, "no row has a text"),
-        (['{"body": "a", "label": "x"}'] * 30, "no column 'text'"),
-    ],
-)
-def test_files_that_are_no_probe(
-    lines: list[str], message: str, fork: Fork, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+def test_a_file_that_is_no_probe_leaves_no_run(fork: Fork, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n' * 4
+    )
     folder = tmp_path / "run"
     assert fork(folder, flags=("--probe_file", str(tmp_path / "rows.jsonl"))) == [[2]]
-    assert message in logs(folder) and "Traceback" not in logs(folder)
-    assert not (folder / "settings.yaml").exists()
+    assert "a probe needs 20 or more" in logs(folder) and "Traceback" not in logs(folder)
+    assert not folder.exists()
 
 
 def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
-    """A run that is extended probes the same rows; with others nothing can be compared."""
+    """With others nothing can be compared."""
     rows = [f'{{"text": "text {number}", "label": "{number % 2}"}}' for number in range(900)]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
     no_corpus: Any = None
 
-    def read(steps: int, file: str = "a", resumes: bool = True, **run: Any) -> Any:
-        values: dict[str, Any] = {"train": {"steps": steps, "schedule": "wsd"}}
+    def read(file: str = "a", resumes: bool = True) -> Any:
+        values: dict[str, Any] = {"train": {"steps": 100}}
         values |= {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}}
         values["probe"] = {"file": str(tmp_path / f"{file}.jsonl")}
-        values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000} | run
+        values["run"] = {"output_dir": str(tmp_path), "eval_every": 1000}
         settings = PretrainSettings.model_validate(values)
         return read_rows(settings, no_corpus, None, resumes=resumes)
 
-    short, (*_, note) = read(100, resumes=False)
+    first, (*_, note) = read(resumes=False)
     assert (
-        len(short.texts) == 300
-        and len(short.measure.splits.draws) == 10
+        len(first.texts) == 300
+        and len(first.measure.splits.draws) == 10
         and "300 of 900 rows" in note
     )
-    assert read(100)[0] is None, "step 0 was not measured"
-    write_json(tmp_path / "probe.json", {"hash": short.hash})
-    extended = read(2000)[0]
-    assert extended.texts == short.texts
-    pairs = zip(extended.measure.splits.draws, short.measure.splits.draws, strict=True)
-    assert all(np.array_equal(first[0], second[0]) for first, second in pairs)
-    none, (warning,) = read(2000, "b")
-    assert none is None and "the run began with other rows" in warning
-    with pytest.raises(UserError, match="--run.keep_best null"):
-        read(2000, "b", keep_best="probe")
+    with pytest.raises(UserError, match="or with none"):
+        read()
+    write_json(tmp_path / "probe.json", {"hash": first.hash})
+    again = read()[0]
+    assert again.texts == first.texts
+    pairs = zip(again.measure.splits.draws, first.measure.splits.draws, strict=True)
+    assert all(np.array_equal(a[0], b[0]) for a, b in pairs)
+    with pytest.raises(UserError, match="the run began with other rows"):
+        read("b")
 
 
 def test_rows_of_a_rare_class_are_kept() -> None:
@@ -396,10 +344,10 @@ def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     views = {"mean": np.random.default_rng(0).normal(size=(60, 4))}
     selection = selection_of(tmp_path, report=lines.append)
     selection.compare(views, 0)
-    selection.history = [0.5, 0.6, 0.5]
+    selection.history = {0: 0.5, 2: 0.6, 4: 0.5}
     selection.keeps(0)
     assert lines == []
-    selection.history.append(0.4)
+    selection.history[6] = 0.4
     selection.keeps(0)
     assert lines == [], "no clear change"
     selection.last = {"mean": Difference(-0.1, -0.2, -0.05)}
@@ -412,20 +360,7 @@ def test_a_fall_over_three_validations_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
     resumed = selection_of(tmp_path, report=lines.append)
     resumed.compare(views, 6)
-    assert resumed.history[:2] == [0.9, 0.8] and len(resumed.history) == 3
+    assert list(resumed.history) == [0, 2, 4, 6] and resumed.history[2] == 0.9
     resumed.last = selection.last
     resumed.keeps(6)
     assert sum("falls" in line for line in lines) == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"run": {"keep_best": "probe"}, "objective": {"mlm": 0, "tfidf": 0}}, ["--learning_rate"]),
-        ({}, ["--learning_rate", "--objective.mlm", "--run.keep_best probe"]),
-    ],
-)
-def test_the_advice_is_what_the_run_does_not_do(values: Any, expected: list[str]) -> None:
-    always = {"model": {"checkpoint": "m"}, "data": {"corpus": "c"}, "train": {"steps": 9}}
-    found = advice(PretrainSettings.model_validate(always | values))
-    assert re.findall(r"--learning_rate|--objective.mlm|--run.keep_best probe", found) == expected

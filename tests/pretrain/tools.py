@@ -27,9 +27,9 @@ class PlainEngine(Engine):
     """An engine without DeepSpeed and optimizer, which evaluates a model."""
 
     def __init__(self, model: Any) -> None:
-        self.deepspeed = self.module = model
+        self.deepspeed = self.module = self._network = model
         self.device, self._weights = torch.device("cpu"), ObjectiveSettings().in_use
-        self._unpad = False
+        self._group, self._unpad = 1, False
 
 
 def tiny(**changes: Any) -> MultiClsConfig:
