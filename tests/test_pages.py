@@ -49,7 +49,7 @@ SHOWN = {  # what the commands of pages print that are run in one copy
     RUN: (
         "next-passage recall",
         "torch.Size([3, 5, 384])",
-        "labelled: 20 rows",
+        "written:  runs/own/labelled.csv",
     ),
     ("docs/extending.md",): ('"loss/spread"',),
 }
