@@ -54,8 +54,9 @@ CURVES = {
     "SetFit": ("setfit", "predictions"),
     "words": ("words", "words"),
 }
-TRAINED = {  # systems with minutes of training
-    "adapted": ADAPTED,
+TRAINED = {  # systems by the minutes of their training
+    "topics, no training": TOPICS,
+    "own_text": ADAPTED,
     "masked LM": ("mlm", "mean+topics"),
     "SimCSE": ("simcse", "mean+topics"),
     "TSDAE": ("tsdae", "cls+topics"),
@@ -65,8 +66,12 @@ IMAGES = REPOSITORY / "docs" / "images"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md")
 MARKED = re.compile(r"(<!-- results:(\w+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 THEMES = {  # ending of the file's name -> text, grid and colours of series
-    "": ("#1f2328", "#d1d9e0", ("#0969da", "#bc4c00", "#6e7781", "#1a7f37", "#8250df")),
-    "-dark": ("#e6edf3", "#3d444d", ("#4493f8", "#f0883e", "#9198a1", "#3fb950", "#ab7df8")),
+    "": ("#1f2328", "#d1d9e0", ("#0969da", "#bc4c00", "#6e7781", "#1a7f37", "#8250df", "#bf3989")),
+    "-dark": (
+        "#e6edf3",
+        "#3d444d",
+        ("#4493f8", "#f0883e", "#9198a1", "#3fb950", "#ab7df8", "#db61a2"),
+    ),
 }
 
 
@@ -114,6 +119,16 @@ def primary(records: Records) -> str:
     return table(["points", *JUDGES.values(), "average"], rows)
 
 
+def peers(records: Records) -> str:
+    """Returns the table of the trained model against each other way to train for as long."""
+    rows = []
+    for name, peer in TRAINED.items():
+        found = records.differences(list(JUDGES), ADAPTED, peer)
+        if peer not in (TOPICS, ADAPTED) and all(found):
+            rows.append([f"`own_text` against {name}", *map(points, found)])
+    return table(["points", *JUDGES.values(), "average"], rows)
+
+
 def check_lengths(records: Records, first: System, second: System) -> None:
     """Raises UserError if the records of two systems were made with texts of different lengths."""
     names = (first[0], second[0])
@@ -132,6 +147,7 @@ CONTENTS: dict[str, Callable[[Records], str]] = {
     "systems": all_systems,
     "primary": primary,
     "gain": gain,
+    "peers": peers,
 }
 
 
@@ -175,7 +191,7 @@ def draw_gain(axes: Any, records: Records, colors: Sequence[str]) -> bool:
 
 def draw_labels(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     """Draws the average accuracy of the domains by number of labels; returns True if there is a curve."""
-    for color, (label, system) in zip(colors, CURVES.items(), strict=True):
+    for color, (label, system) in zip(colors, CURVES.items(), strict=False):
         curve = {n: score for n, score in accuracies(records, system).items() if score}
         if len(curve) > 1:
             numbers = sorted(curve)
@@ -215,14 +231,14 @@ def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     """Draws the average gain by minutes of training; returns True if there is a trained system."""
     for color, (label, system) in zip(colors, TRAINED.items(), strict=True):
         minutes = [r.training_minutes for r in records.records if r.system == system[0]]
-        known = [value for value in minutes if value is not None]
+        known = [0.0] if system == TOPICS else [m for m in minutes if m is not None]
         change = records.differences(list(JUDGES), system, ORIGINAL)[-1]
         if known and change:
             x, y = sum(known) / len(known), 100 * change.mean
             half = 50 * (change.high - change.low)
             axes.errorbar(x, y, yerr=half, fmt="o", color=color, label=label)
     axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=-0.5)
     axes.set_xlabel("minutes of training")
     axes.set_ylabel("points over the original mean")
     return bool(axes.containers)

@@ -66,25 +66,17 @@ def build(
     with load_problems(checkpoint), quiet_transformers():
         source = _load_config(checkpoint, revision)
         tokenizer = load_tokenizer(checkpoint, revision)
-        inserted = len(facet_ids(tokenizer))
-        encoder = source
-        if isinstance(source, MultiClsConfig):
-            encoder = source.encoder
-            _check_facets(source, inserted, num_facets, facet_layers)
-        if isinstance(source, MultiClsConfig) and source.num_facets:
-            num_facets, facet_layers = source.num_facets, source.facet_layers
-        else:  # without facets, so that all that the settings ask for are new
-            num_facets = num_facets or 0
-        config = MultiClsConfig(
-            encoder=encoder,
-            num_facets=num_facets,
-            facet_layers=facet_layers,
+        config = _config(
+            source,
+            tokenizer,
+            num_facets,
+            facet_layers,
             mcqt_lambda=mcqt_lambda,
             mcqt_scale=mcqt_scale,
             hard_negatives=hard_negatives,
         )
-        if source is encoder or not source.num_facets:
-            tokenizer = with_facets(tokenizer, num_facets, config.has_token_types)
+        if not (isinstance(source, MultiClsConfig) and source.num_facets):
+            tokenizer = with_facets(tokenizer, config.num_facets, config.has_token_types)
         tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_tokens)
         model, new = _with_weights(config, source, checkpoint, revision, random_weights)
         rows = max(len(tokenizer), config.vocab_size)
@@ -99,6 +91,26 @@ def build(
             _keep_embedding(model, source, checkpoint, revision, report)
         _check_encoder_works(model, tokenizer, report)
     return model, tokenizer
+
+
+def _config(
+    source: Any,
+    tokenizer: Any,
+    num_facets: int | None,
+    facet_layers: list[int] | None,
+    **fields: Any,
+) -> MultiClsConfig:
+    """Returns the configuration of a Multi-CLS model on an encoder; a checkpoint with facets keeps its own."""
+    if not isinstance(source, MultiClsConfig):
+        return MultiClsConfig(
+            encoder=source, num_facets=num_facets or 0, facet_layers=facet_layers, **fields
+        )
+    _check_facets(source, len(facet_ids(tokenizer)), num_facets, facet_layers)
+    if source.num_facets:
+        num_facets, facet_layers = source.num_facets, source.facet_layers
+    return MultiClsConfig(
+        encoder=source.encoder, num_facets=num_facets or 0, facet_layers=facet_layers, **fields
+    )
 
 
 def _with_weights(

@@ -115,7 +115,7 @@ ALL += [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK + (ALL if EXPERIMENTS else []))
 def test_intervals_of_folds_cover_the_truth(case: tuple[int, int, float, int]) -> None:
-    """MULTICLS_EXPERIMENTS=1000 simulates all cases as docs/own_labels.md reports them."""
+    """MULTICLS_EXPERIMENTS=1000 simulates all cases as docs/intervals.md reports them."""
     classes, group, noise, number = case
     experiments = EXPERIMENTS or 60
     covered, shown, truth = coverage(World(classes, group, noise), number, experiments)
