@@ -71,14 +71,17 @@ def merge(
     groups, size, ledger = list[list[RowsFile]](), float(shard_bytes), Ledger()
     for folder, kinds in zip(folders, copies, strict=True):
         ledger.merge(read_json(folder / "drops.json"))
-        numbers = np.load(folder / DOCUMENTS_FILE)["file"]
+        table = np.load(folder / DOCUMENTS_FILE)
+        numbers = table["file"]
         for number in np.unique(numbers).tolist():
             file = RowsFile(folder, number, kinds[numbers == number])
+            characters = table["characters"][numbers == number]
             if size >= shard_bytes and file.kept.any():
                 groups.append([])
                 size = 0
             groups[-1].append(file)
-            size += file.path.stat().st_size * file.kept.mean()
+            share = characters[file.kept].sum() / max(1, characters.sum())
+            size += file.path.stat().st_size * share
     targets = [output / f"shard-{number:05d}.arrow" for number in range(len(groups))]
     calls = [(*both, vocabulary_size) for both in zip(targets, groups, strict=True)]
     records = dict(run_all(write_group, calls, pool))
@@ -116,7 +119,9 @@ def write_group(target: Path, files: list[RowsFile], vocabulary_size: int) -> Pa
         for file in files:
             _count_copies(file, copies)
     with TemporaryDirectory(prefix=f".{record.stem}.", dir=record.parent) as scratch:
-        join_shards(target, _without_copies(files, Path(scratch)))
+        fresh = Path(scratch, target.name)  # which a later run removes if this one is killed
+        join_shards(fresh, _without_copies(files, Path(scratch)))
+        fresh.replace(target)
     frequency = np.zeros(vocabulary_size, np.int32)
     counts = _describe(target, [file.documents()["rows"][file.kept] for file in files], frequency)
     with atomic_write(record.with_suffix(".npy"), "wb") as array:

@@ -205,6 +205,7 @@ def group_units(
     whose name has a small hash, so groups of other input begin at the same files.
     """
     shares = list(chain.from_iterable(_shares(file, large) for file in files))
+    alike = Counter(file[1:] for file in set(shares))
     prefix = json.dumps(identity, sort_keys=True)
     groups, weight = list[list[SourceFile]](), 0.0
     for file in shares:
@@ -215,7 +216,9 @@ def group_units(
             weight = 0
         groups[-1].append(file)
         weight += added
-    texts = (json.dumps([prefix, group]) for group in groups)
+    # Files of one name, size and date differ by their paths.
+    named = ([file if alike[file[1:]] > 1 else file[1:] for file in group] for group in groups)
+    texts = (json.dumps([prefix, files]) for files in named)
     keys = (hashlib.blake2b(text.encode("utf-8"), digest_size=12).hexdigest() for text in texts)
     return list(map(Unit, keys, groups))
 

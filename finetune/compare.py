@@ -269,8 +269,9 @@ def evaluate_all(
             splits = splits_of[name]
             key = [name, repr(system), keys.get(name.partition(" ")[0], ""), options.repeats]
             key += [rows.content(), test.content() if test else ""]
-            if name in rows.features:
-                key.append(hashlib.sha256(rows.features[name].tobytes()).hexdigest())
+            for part in (rows, test):
+                if part is not None and name in part.features:
+                    key.append(hashlib.sha256(part.features[name].tobytes()).hexdigest())
             digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
             path = output / "scores" / f"{safe_name(name)}-{digest}.npz"
             if not path.exists():

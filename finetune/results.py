@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from finetune.heads.build import save_fine_tuned
-from finetune.settings import RunSettings
+from finetune.settings import READ_BY, RunSettings
 from finetune.tasks import Array, TaskData
 from multicls.cards import cell
 from multicls.environment import environment_record
@@ -166,7 +166,13 @@ def save_model(
     hubs = sorted(task.hub[0] for task in tasks if task.hub)
     recipe = to_yaml(settings.model_copy(update={"model": "", "data_dir": None, "output_dir": ""}))
     card = model_card(
-        settings.model, settings.head, tasks, "\n".join(lines), recipe, datasets=hubs or None
+        settings.model,
+        settings.head,
+        tasks,
+        pooling=settings.pooling if settings.head in READ_BY["pooling"] else "",
+        scores="\n".join(lines),
+        training=recipe,
+        datasets=hubs or None,
     )
     with atomic_folder(settings.folder / "model") as fresh:
         save_fine_tuned(system.model, system.tokenizer, fresh, card)

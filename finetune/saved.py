@@ -15,7 +15,7 @@ from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.embeddings import Embedder, token_ids, topics_of
 from multicls.errors import UserError
 from multicls.evaluation import Rows
-from multicls.files import read_json, write_json
+from multicls.files import atomic_write, read_json, write_json
 from multicls.labels import LabelType
 from multicls.measures import Array
 from multicls.modeling_multicls import TopicTable
@@ -37,7 +37,7 @@ def topics_file(
     Raises:
         UserError: The corpus was tokenized otherwise.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     opened = Corpus(corpus) if corpus else None
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
@@ -58,7 +58,8 @@ def topics_file(
             ids = token_ids(model.tokenizer, unique)
             state = fit_topics_of_texts(ids, number, vocabulary=vocabulary)
         cache.mkdir(parents=True, exist_ok=True)
-        save_file(dict(TopicTable.of(state).state_dict()), path)
+        with atomic_write(path, "wb") as file:
+            file.write(save(dict(TopicTable.of(state).state_dict())))
     return path
 
 
@@ -172,6 +173,7 @@ def model_card(
     source: str,
     head: str,
     tasks: Sequence[Task],
+    pooling: str = "",
     scores: str = "",
     training: str = "",
     **metadata: Any,
@@ -180,6 +182,7 @@ def model_card(
 
     Args:
         source: The model that it was trained from.
+        pooling: The embedding that the heads isobn and cln read.
         scores: A table, or "" if finetune/compare.py's report has them.
         training: The recipe of finetune/run.py, or "" after finetune/compare.py.
         metadata: More of the Hub's, such as `datasets`.
@@ -195,7 +198,7 @@ def model_card(
         **metadata,
         **inherited,
     )
-    papers = [METHOD] * (METHOD in head) + [head]
+    papers = dict.fromkeys([*[METHOD] * (METHOD in (head, pooling)), head])
     card = ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),

@@ -155,7 +155,8 @@ class TaskTrainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.best: dict[str, Any] = {}
         self.history: list[dict[str, float]] = []
-        self.began = self.saved = time.monotonic()
+        self.began = time.monotonic()
+        self.saved = on_rank_0(time.monotonic)  # the clocks of machines differ
 
     def run(self) -> tuple[list[dict[str, Array]], dict[str, Any]]:
         """Trains, from the newest whole checkpoint if there is one; leaves the model with the best weights.
@@ -167,7 +168,8 @@ class TaskTrainer:
         scored = begin  # step of the evaluation before
         shown = {"initial": begin, "disable": not is_first}
         with progress_bar(plan.steps, "step", "fine-tuning", **shown) as bar:
-            log = SummaryWriter(self.folder / "runs", purge_step=begin) if is_first else None
+            # The checkpoint was saved after the evaluation of step `begin`.
+            log = SummaryWriter(self.folder / "runs", purge_step=begin + 1) if is_first else None
             for step, share in enumerate(islice(plan, begin, None), start=begin + 1):
                 total += self.train_step(step, share)
                 bar.update()
@@ -294,10 +296,15 @@ class TaskTrainer:
         Checkpoints of other settings, and DeepSpeed's of another number of ranks, are named, and stay until this run
         has a checkpoint of its own.
         """
-        mine, harmless = list[Path](), set[str]() if self.settings.config else {"ranks"}
+        mine = list[Path]()
         for mark in self.folder.glob(f"checkpoint-*/{RUN}"):
             changes = differences(read_json(mark), self.identity)
-            if changes.keys() <= harmless:
+            if changes.keys() == {"ranks"} and self.settings.config:
+                raise UserError(
+                    f"{mark.parent}: {changes['ranks']}, which DeepSpeed cannot read. Start as many ranks as then, "
+                    "or delete that folder to begin again."
+                )
+            if changes.keys() <= {"ranks"}:
                 mine.append(mark.parent)
             else:
                 what = ", ".join(changes.values())
@@ -351,7 +358,7 @@ def _accelerator(settings: RunSettings, plan: StepPlan) -> Accelerator:
     precision, plugin = choose_precision(settings.train.precision, find_device()), None
     if path := settings.config:
         config = load_deepspeed_config(path)
-        if int(config.get("zero_optimization", {}).get("stage", 0)) > 2:
+        if int(config.setdefault("zero_optimization", {}).setdefault("stage", 0)) > 2:
             raise UserError(f"--config {path}: no ZeRO stage 3 here: take ds_configs/zero2.json.")
         config = complete_deepspeed_config(
             config,

@@ -8,6 +8,7 @@ import io
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -44,14 +45,16 @@ class Tuned:
     model: Any = field(default=None, init=False, repr=False)
     tokenizer: Any = field(default=None, init=False, repr=False)
     task: Task | None = field(default=None, init=False, repr=False)
+    scale: Scale = field(default_factory=Scale, init=False, repr=False)
 
     def fit(self, rows: Rows) -> Self:
-        """Fine-tunes the model; temperature, unit of scores and thresholds go into its weights and configuration."""
+        """Fine-tunes the model; temperature and thresholds go into its weights and configuration."""
         from finetune.run import train_system
         from finetune.subsets import select_rows
 
-        scale = Scale.of(rows.targets) if rows.kind == "score" else Scale()
-        rows = replace(rows, targets=scale.apply(rows.targets)) if rows.kind == "score" else rows
+        if rows.kind == "score":
+            self.scale = Scale.of(rows.targets)
+            rows = replace(rows, targets=self.scale.apply(rows.targets))
         self.task = task_of_rows(rows, self.max_length)
         settings = RunSettings(
             model=self.source,
@@ -67,10 +70,8 @@ class Tuned:
         outputs = system.outputs[0]["validation"]
         labels = np.array([row.labels or row.label for row in data.validation])
         temperature = fit_temperature(self.task, outputs, labels)
-        classifier = self.model.classifiers[0]
-        for parameter in classifier.parameters():
-            parameter.data *= scale.spread / temperature
-        classifier.bias.data += scale.mean
+        for parameter in self.model.classifiers[0].parameters():
+            parameter.data /= temperature
         if self.task.multi_label:
             self.model.config.thresholds = [fit_thresholds(outputs / temperature, labels)]
         return self
@@ -88,17 +89,29 @@ class Tuned:
 
         assert self.task is not None, "fit it first"
         encoded = Encoded(self.task, examples_of(self.task, rows), self.tokenizer)
-        outputs = predict_rows(self.model, encoded, 0).astype(np.float64)
-        return np.asarray(outputs * self.task.label_scale - self.shift)
+        # The classifier of a saved model has the unit of the scores, for which 16 bits are too few.
+        precision: Any = "fp32" if self.task.is_regression else "auto"
+        outputs = predict_rows(self.model, encoded, 0, precision).astype(np.float64)
+        outputs = outputs * self.task.label_scale * self.scale.spread + self.scale.mean
+        return np.asarray(outputs - self.shift)
 
     def save(self, folder: Path) -> None:
-        """Saves the model with its tokenizer, a card and the code that loads it without this project."""
+        """Saves the model with its tokenizer, a card and the code that loads it without this project.
+
+        The saved classifier gives scores in the unit of the labels.
+        """
         from finetune.heads.build import save_fine_tuned
         from finetune.saved import model_card
 
         assert self.task is not None, "fit it first"
         card = model_card(self.source, self.head, [self.task])
+        fitted = self.model.classifiers[0]
+        self.model.classifiers[0] = in_unit = deepcopy(fitted)
+        for parameter in in_unit.parameters():
+            parameter.data *= self.scale.spread
+        in_unit.bias.data += self.scale.mean
         save_fine_tuned(self.model, self.tokenizer, folder, card)
+        self.model.classifiers[0] = fitted
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -13,7 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 from transformers.utils.hub import extract_commit_hash
 
-from multicls.cards import EXPORT_INFO, SENTENCE_TRANSFORMER, sentence_embedding
+from multicls.cards import (
+    EXPORT_INFO,
+    SENTENCE_CONFIG,
+    SENTENCE_TRANSFORMER,
+    sentence_embedding,
+)
 from multicls.errors import UserError, first_line
 from multicls.files import missing_folder, read_json
 from multicls.modeling_multicls import MultiClsConfig, MultiClsForPreTraining
@@ -141,6 +146,9 @@ def _keep_embedding(
     model.config.pooling = embedding.pooling or pooling
     model.config.normalize = embedding.normalize or normalize
     model.sentence_files = embedding.files
+    if tokens := getattr(source, "encoder_tokens", None):  # of an export with topics
+        sentence = embedding.files[SENTENCE_CONFIG] | {"max_seq_length": tokens}
+        model.sentence_files = embedding.files | {SENTENCE_CONFIG: sentence}
     if embedding.replaced:
         report(f"sentence embedding: replaces {', '.join(embedding.replaced)}")
 

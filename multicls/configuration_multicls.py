@@ -78,8 +78,11 @@ class MultiClsConfig(PreTrainedConfig):
             raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
         sizes = {"mean": 1, "cls": 1, "facets": self.num_facets, "topics": self.num_topics}
         parts = [part for part, size in sizes.items() if size]
-        if unknown := set(self.embedding.split("+")) - {"", *parts}:
-            raise ValueError(f"embedding: '{min(unknown)}' is no part; here are {', '.join(parts)}")
+        asked = self.embedding.split("+") if self.embedding else []
+        if set(asked) - set(parts) or len(set(asked)) < len(asked):
+            raise ValueError(
+                f"embedding = '{self.embedding}': not some of {', '.join(parts)}, joined by +"
+            )
         layers, depth = self.facet_layers, self.num_hidden_layers
         if not 0 <= self.num_facets < self.max_tokens - 2:
             raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")

@@ -111,6 +111,9 @@ def prepare_anchor(
         return None
     anchor = Anchor(folder, settings.train.steps, settings.train.global_batch_size)
     if not is_new:
+        for path in map(anchor.path, range(anchor.num_files)):
+            if not path.exists():
+                raise UserError(f"{path}: is missing; put it back, or set another --output_dir.")
         return anchor
     on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
     facets, rank, ranks = settings.model.num_facets, dist.get_rank(), dist.get_world_size()

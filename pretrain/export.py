@@ -197,7 +197,8 @@ def read_whole_texts(config: Any, folder: Path) -> None:
         folder: The exported model, with the files of sentence-transformers.
     """
     sentence = read_json(folder / SENTENCE_CONFIG)
-    config.encoder_tokens = sentence.get("max_seq_length") or config.max_tokens
+    before = sentence.get("max_seq_length") or config.max_tokens
+    config.encoder_tokens = min(before, config.max_tokens)
     write_json(folder / SENTENCE_CONFIG, sentence | {"max_seq_length": WHOLE_TEXT})
 
 

@@ -50,9 +50,8 @@ class Observer:
         """Returns the step to export instead of `step`; 0: the model before training. Rank 0 calls it."""
         return step
 
-    def on_end(self) -> dict[str, Any]:
-        """Returns what to record beside the last step. Called when all steps are made, before the export."""
-        return {}
+    def on_end(self) -> None:
+        """Called when all steps are made, before the export."""
 
     def close(self) -> None:
         """Releases what the observer holds."""

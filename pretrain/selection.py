@@ -258,8 +258,9 @@ class Selection(Observer):
             self._report(
                 f"warning: the {self._measure.name} falls ({values} at {FALLING} validations). {advice(self._settings)}"
             )
-        best = self._folder.best
-        to_exceed = read_json(best)["value"] if best.exists() else self.history[0]
+        best, to_exceed = self._folder.best_step, self.history[0]
+        if best in self._folder.saved_steps:  # a user may have removed a damaged one
+            to_exceed = read_json(self._folder.best)["value"]
         return self._keeps_best and self.history[done] > to_exceed
 
     def on_kept(self, done: int) -> None:
@@ -280,11 +281,10 @@ class Selection(Observer):
         )
         return 0
 
-    def on_end(self) -> dict[str, Any]:
+    def on_end(self) -> None:
         """Reports warnings and what measuring took; `pretrain.verdict` has the result."""
         for line in self.summary():
             self._report(line)
-        return {}
 
     def summary(self) -> list[str]:
         """Returns lines for the end of a run: warnings, and what measuring took."""

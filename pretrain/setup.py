@@ -220,6 +220,8 @@ def _prepare_topics(setup: Setup) -> tuple[TopicTable | None, list[str]]:
         on_rank_0(write)
     if not number:
         return None, []
+    if not path.exists():
+        raise UserError(f"{path}: is missing; put it back, or set another --output_dir.")
     state = load_topics(setup.folder)
     made = state["table"].shape[1]
     few = f" (of {number}: there are few documents)" if made < number else ""
@@ -358,6 +360,7 @@ def _describe(setup: Setup) -> None:
     with atomic_write(folder.settings) as file:
         file.write(to_yaml(settings))
     if is_new:
+        shutil.rmtree(folder.before, ignore_errors=True)
         source = "" if settings.model.random_weights else settings.model.checkpoint
         describe_model(setup.model, setup.tokenizer, folder, source, setup.corpus.manifest)
     write_json(folder.path / "ds_config.json", setup.ds_config)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -277,10 +277,9 @@ class Trainer:
         kept = on_rank_0(lambda: [observer.keeps(done) for observer in self.observers])
         if any(kept) and on_rank_0(lambda: done not in self.folder.saved_steps):
             self.save(done)
-        if dist.get_rank() == 0:
-            for observer, keeps in zip(self.observers, kept, strict=True):
-                if keeps:
-                    observer.on_kept(done)
+        for observer, keeps in zip(self.observers, kept, strict=True):
+            if keeps:
+                on_rank_0(partial(observer.on_kept, done))
 
     def _record(self, done: int) -> None:
         totals = self.sums.totals(self.engine.device)

@@ -301,16 +301,13 @@ class TaskModel(PreTrainedModel):
         )
 
 
-def loss_sum(
-    problem: ProblemType, logits_BC: Tensor, labels: Tensor, class_weights: Tensor | None = None
-) -> Tensor:
+def loss_sum(problem: ProblemType, logits_BC: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum of the losses of all labels that are not `IGNORE_INDEX`: squared errors or cross-entropies.
 
     Outputs are in float32. Labels are (B,), or (B, C) with several a row, when each has a binary cross-entropy.
-    `class_weights` (C,) are factors of a row's loss by its class.
     """
     if problem == "single_label_classification":
-        losses = F.cross_entropy(logits_BC, labels, class_weights, reduction="none")
+        losses = F.cross_entropy(logits_BC, labels, reduction="none")
     elif problem == "regression":
         losses = (logits_BC.view(labels.shape) - labels.float()).square()
     else:

@@ -293,6 +293,26 @@ def test_files_of_units_are_joined_to_shards_of_a_size(
                 np.testing.assert_array_equal(one, other)
 
 
+def test_a_shard_keeps_to_its_size_where_short_documents_are_copies(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    """And what a killed merge has written is removed."""
+    (tmp_path / "in").mkdir()
+    short = [story(6, start) for start in range(19)]
+    for number in range(6):
+        rows = [{"text": text} for text in (story(400, 31 * number), *short)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "in" / f"{number}.jsonl").write_text(lines)
+    apart = prepared(tiny_tokenizer, tmp_path / "apart", tmp_path / "in")
+    limit = apart.manifest["shards"][1]["bytes"]  # without the copies
+    assert apart.num_shards == 6 and apart.manifest["dropped"]["documents_duplicate"] == 5 * 19
+    torn = tmp_path / "out" / "work" / f".{'0' * 24}.abcdefgh"
+    torn.mkdir(parents=True)
+    joined = prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "in", shard_bytes=limit)
+    assert all(entry["bytes"] < 2.5 * limit for entry in joined.manifest["shards"])
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 

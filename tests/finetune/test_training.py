@@ -255,8 +255,8 @@ def test_a_checkpoint_of_other_settings_is_not_used(
     write_json(mark, read_json(mark) | {"ranks": 2})
     trainer = mock.Mock(settings=mock.Mock(config="ds_configs/zero2.json"), folder=folder)
     trainer.identity = read_json(mark) | {"ranks": 1}
-    assert TaskTrainer.newest_checkpoint(trainer) is None, "DeepSpeed's is for its ranks alone"
-    assert "it is of another run (ranks 2, not 1)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"ranks 2, not 1, which DeepSpeed cannot read"):
+        TaskTrainer.newest_checkpoint(trainer)
     state = torch.load(folder / "checkpoint-45" / "run.pt", weights_only=True)
     torch.save(state | {"seconds": 1000.0}, folder / "checkpoint-45" / "run.pt")
     record = tune(**LONG | {"train__max_steps": 50})

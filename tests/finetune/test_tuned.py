@@ -78,19 +78,27 @@ def test_the_temperature_is_in_the_saved_classifier(
     np.testing.assert_allclose(found[0], 4 * found[1], rtol=1e-4)
 
 
-def test_scores_with_any_offset(tiny_bert: Path, tmp_path: Path) -> None:
-    """Labels x and 2000 + x give outputs that differ by 2000, also from the saved folder."""
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-3), ("bf16", 0.02)])
+def test_scores_with_any_offset(
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, error: float
+) -> None:
+    """Labels x and 2000 + x give outputs that differ by 2000, also from the saved folder and in 16 bits."""
+    monkeypatch.setattr(
+        "finetune.training.choose_precision",
+        lambda wanted, device: precision if wanted == "auto" else wanted,
+    )
     x = np.arange(24) % 2 + 0.1 * np.arange(24) / 24
     found = []
     for offset in (0.0, 2000.0):
         rows = Rows("score", x + offset, TEXTS[:24])
         tuned = Tuned("mean", str(tiny_bert), 16, learning_rate=1e-4, epochs=1).fit(rows)
         found.append(tuned.predict(rows)[:, 0] - offset)
-    np.testing.assert_allclose(found[0], found[1], atol=1e-3)
+    np.testing.assert_allclose(found[0], found[1], atol=error)
+    assert len(np.unique(found[1].round(4))) > 12
     tuned.save(tmp_path)
     write_record(tmp_path, "tuned", "score", (), ["text"])
     again = SavedSystem(tmp_path).predict(TEXTS[:24])[:, 0]
-    np.testing.assert_allclose(again, found[1] + 2000.0, atol=1e-3)
+    np.testing.assert_allclose(again, found[1] + 2000.0, atol=error)
 
 
 def test_the_rows_held_out_pick_the_checkpoint(

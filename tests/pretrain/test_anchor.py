@@ -113,3 +113,9 @@ def test_it_keeps_the_embedding_and_resumes_to_the_bit(
     np.testing.assert_array_equal(targets[0][:12], targets[1])
     model, _ = model_before(RunFolder(tmp_path / "whole/run"))
     assert targets[0].shape[1:] == (3, model.config.hidden_size)
+    folder = tmp_path / "incomplete" / "run"
+    folder.parent.mkdir()
+    fork(folder, {"accident": "SIGKILL", "step": 6}, flags=flags)
+    (folder / "anchor" / "000000.npy").unlink()
+    assert fork(folder, flags=flags) == [[2]]
+    assert "anchor/000000.npy: is missing; put it back" in logs(folder)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForPreTraining, AutoTokenizer
 
+from multicls.build import build
 from multicls.errors import UserError
 from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
@@ -154,6 +155,8 @@ def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path)
         torch.testing.assert_close(found[number, : len(together)], together, **same)
     assert not torch.allclose(found[0, len(together) :], found[1, len(together) :], atol=1e-3)
     assert parts in card_of(folder)[1]
+    again: Any = build(str(folder), report=lambda line: None, num_facets=None)[0]  # for a next run
+    assert again.sentence_files["sentence_bert_config.json"]["max_seq_length"] == limit
 
 
 BASE = {"base_model": "google-bert/bert-base-uncased", "license": "other", "license_name": "mine"}

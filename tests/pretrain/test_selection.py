@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -278,6 +279,10 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
     again.compare({"mean": noise, "cls": noise}, 16)
     assert {16: again.history.pop(16)} and again.history == selection.history
     assert again.exported(16) == 8
+    again.compare({"mean": noise, "cls": good}, 8)
+    assert again.keeps(8), "its checkpoint was removed: the same step is the best again"
+    with mock.patch.object(RunFolder, "saved_steps", [8]):
+        assert not again.keeps(8)
     for keeps_best, untouched, exported in ((True, unused, 0), (False, unused, 4), (True, None, 4)):
         other = selection_of(tmp_path / "other", keeps_best, untouched)
         (tmp_path / "other").mkdir(exist_ok=True)
