@@ -508,7 +508,7 @@ LINE_RULES = {
 SENTENCE_RULES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "sentences_without_letter": (
         "sentences_without_letter",
-        lambda s: not any(map(str.isalpha, s)),
+        lambda s: not s[0].isalpha() and not any(map(str.isalpha, s)),
     ),
     "long_sentences": ("sentences_too_long", lambda s: len(s) > LONGEST_SENTENCE),
     "replacement_characters": ("sentences_not_utf8", lambda s: BAD_CHARACTER in s),

@@ -6,6 +6,7 @@ error if that does not hold, so that no step can lose text in silence.
 
 import heapq
 import json
+import re
 from collections import Counter, defaultdict
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -21,13 +22,20 @@ WARNING_SHARE = 0.2  # of the characters or documents of a source
 REPORTED_SHARE = 0.001  # reasons that take less are left to `stats`
 HOLE = "\ufdd0"  # marks where something that is no text stood; a noncharacter, so no text has it
 
-_NOT_COUNTED = [*filter(str.isspace, map(chr, range(0x3001))), HOLE]
-_ASCII_BLANKS = [blank for blank in _NOT_COUNTED if blank.isascii()]
+_BLANKS = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
+_ASCII = bytes(range(128))
+_WIDE_BLANK = re.compile(  # in UTF-8: the other white space of Unicode, and `HOLE`
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80|\xef\xb7\x90"
+)
 
 
 def size(text: str) -> int:
     """Returns the number of characters of a text without white space and `HOLE`."""
-    return len(text) - sum(map(text.count, _ASCII_BLANKS if text.isascii() else _NOT_COUNTED))
+    data = text.encode("utf-8", "surrogatepass")
+    number = len(text) - len(data) + len(data.translate(None, _BLANKS))
+    if len(data) > len(text):
+        number -= len(_WIDE_BLANK.findall(data.translate(None, _ASCII)))
+    return number
 
 
 class Reason(NamedTuple):

@@ -12,7 +12,7 @@ from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, keeper
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
-from multicls.corpus import Shard, join_shards, write_shard
+from multicls.corpus import Shard, filter_shard, join_shards
 from multicls.files import atomic_write, read_json, sha256_of, write_json
 
 FREQUENCY = "document_frequency.npy"
@@ -154,10 +154,9 @@ def _without_copies(files: list[RowsFile], scratch: Path) -> list[Path]:
         if file.kept.all():
             paths.append(file.path)
         elif file.kept.any():
-            shard = Shard(file.path)
-            rows = np.flatnonzero(np.repeat(file.kept, file.documents()["rows"])).tolist()
             paths.append(scratch / f"{number}.arrow")
-            write_shard(paths[-1], list(map(shard.row, rows)))
+            rows = np.repeat(file.kept, file.documents()["rows"])
+            filter_shard(paths[-1], file.path, rows)
     return paths
 
 

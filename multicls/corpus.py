@@ -123,6 +123,15 @@ def join_shards(path: str | Path, parts: Sequence[Path]) -> None:
     _write_batch(path, batch)
 
 
+def filter_shard(path: str | Path, part: Path, kept: np.ndarray) -> None:
+    """Writes the rows of a shard that `kept`, (R,) bool, marks as another shard, atomically."""
+    table = pa.ipc.open_file(pa.memory_map(str(part))).read_all().filter(pa.array(kept))
+    source = table["source"].combine_chunks().cast(pa.string()).dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("source"), "source", source)
+    (batch,) = table.combine_chunks().to_batches()
+    _write_batch(path, batch)
+
+
 def _write_batch(path: str | Path, batch: pa.RecordBatch) -> None:
     """Writes a record batch as a shard, atomically."""
     with atomic_write(path, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
