@@ -137,16 +137,9 @@ def check_lengths(records: Records, first: System, second: System) -> None:
         raise UserError(f"{names[0]} and {names[1]} were measured at different lengths: {lengths}.")
 
 
-def gain(records: Records) -> str:
-    """Returns the average of the primary comparison in points."""
-    change = records.differences(list(JUDGES), *PRIMARY)[-1]
-    return points(change) or "not measured"
-
-
 CONTENTS: dict[str, Callable[[Records], str]] = {
     "systems": all_systems,
     "primary": primary,
-    "gain": gain,
     "peers": peers,
 }
 

@@ -51,7 +51,7 @@ class RowsFile(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What the corpus holds."""
+    """Content of the merged corpus."""
 
     shards: list[dict[str, Any]]  # the manifest's entries, with their counts by source
     frequency: np.ndarray  # (V,) number of passages that contain each token

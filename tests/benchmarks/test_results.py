@@ -46,8 +46,8 @@ def test_the_primary_comparison_by_hand(records: Records) -> None:
     by_hand = average(changes)
     assert by_hand.mean == pytest.approx(0.2, abs=0.05)
     half = 100 * (by_hand.high - by_hand.mean)
-    assert pages.gain(records) == f"{100 * by_hand.mean:+.1f} ± {half:.1f}"
-    assert pages.gain(records) in pages.primary(records).splitlines()[3]
+    shown = f"{100 * by_hand.mean:+.1f} ± {half:.1f}"
+    assert pages.primary(records).splitlines()[3].endswith(f"| {shown} |")
     longer = [record(domain, "adapted_64", 1, 0.8, length=256) for domain in pages.JUDGES]
     with pytest.raises(UserError, match="measured at different lengths"):
         pages.primary(Records([*records.records[:3], *longer]))
@@ -59,17 +59,17 @@ def test_a_record_that_is_there_twice_is_no_seed(records: Records) -> None:
 
 
 def test_a_page_gets_what_its_marks_name(records: Records) -> None:
-    page = "The gain is <!-- results:gain -->?<!-- /results --> points.\n<!-- results:systems -->\n"
+    page = "The gain:<!-- results:primary -->?<!-- /results -->\n<!-- results:systems -->\n"
     page += "| old |\n<!-- /results -->\nThe end.\n"
     once = pages.filled(page, records)
-    assert f"is <!-- results:gain -->{pages.gain(records)}<!-- /results --> points" in once
+    assert f"<!-- results:primary -->{pages.primary(records)}<!-- /results -->" in once
     score = records.scores("medquad", *pages.ORIGINAL, labels=100)[0].mean
     assert f"| original model, 64 tokens | mean | {100 * score:.1f} % |" in once
     assert "| old |" not in once
     assert "SetFit" not in once, "it has no record"
     assert pages.filled(once, records) == once and once.endswith("The end.\n")
-    with pytest.raises(UserError, match="results:gian: there are systems, primary"):
-        pages.filled(page.replace("gain", "gian"), records)
+    with pytest.raises(UserError, match="results:primray: there are systems, primary"):
+        pages.filled(page.replace("primary", "primray"), records)
 
 
 def test_pages_hold_what_the_records_say() -> None:

@@ -104,7 +104,7 @@ def test_scores_with_any_offset(
 def test_the_rows_held_out_pick_the_checkpoint(
     tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of errors that grow with each evaluation the first one is the best; MAE is the better the smaller."""
+    """The first of errors that grow with each evaluation is the best one."""
     rows = Rows("score", 9.0 * MARKS[:, 0] + 0.5, TEXTS, metric="mae")
     errors, found = iter(range(1, 100)), list[TrainedSystem]()
 

@@ -131,7 +131,7 @@ def test_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
 
 
 def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path) -> None:
-    """In sentence-transformers: topics of whole texts, and an encoder that reads as much as before."""
+    """Topics read whole texts in sentence-transformers, and the encoder as much as before."""
     parts = "mean+facets+topics"
     launch(tmp_path / "run", "--model.num_topics", "6", "--steps", "1").check_returncode()
     folder = tmp_path / "run" / "hf"

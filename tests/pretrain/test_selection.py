@@ -304,7 +304,7 @@ def test_a_file_that_is_no_probe_leaves_no_run(fork: Fork, tmp_path: Path) -> No
 
 
 def test_a_run_resumes_with_the_rows_it_began_with(tmp_path: Path) -> None:
-    """With others nothing can be compared."""
+    """Scores of other rows cannot be compared with those of step 0."""
     rows = [f'{{"text": "text {number}", "label": "{number % 2}"}}' for number in range(900)]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[:: 1 if name == "a" else -1]))
