@@ -234,7 +234,7 @@ def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     axes.set_xlim(left=-0.5)
     axes.set_xlabel("minutes of training")
     axes.set_ylabel("points over the original mean")
-    return bool(axes.containers)
+    return len(axes.containers) > 1
 
 
 FIGURES: dict[str, Callable[[Any, Records, Sequence[str]], bool]] = {
