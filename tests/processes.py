@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -57,6 +58,25 @@ def until(condition: Callable[[], object], what: Callable[[], str] = lambda: "")
     while not condition():
         assert time.monotonic() < deadline, f"waited {LIMIT} s in vain; {what()}"
         time.sleep(0.02)
+
+
+class IdleClock:
+    """Counts the seconds that an idle machine would have needed, so that limits hold on a busy one as well.
+
+    Each second counts as the share of a core that a process has at that time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, counts: bool = True) -> None:
+        """Adds the time since the last tick if it `counts`."""
+        now, last = time.monotonic(), self._last
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        self._last = now
+        if counts:
+            self.seconds += (now - last) * min(1.0, len(os.sched_getaffinity(0)) / max(running, 1))
 
 
 def free_ports(count: int) -> list[int]:

@@ -41,9 +41,10 @@ import pretrain.setup
 import pretrain.trainer
 from multicls.errors import run_command
 from multicls.files import append_jsonl
-from tests.processes import free_ports, sessions
+from tests.processes import IdleClock, free_ports, sessions
 
-DEADLINE = 600.0  # seconds that a launch may take; only a hang takes as long
+DEADLINE = 120.0  # seconds of an idle machine that a launch may take
+GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}
 PLACES = {
     "": (pretrain.trainer, "train_step"),
@@ -96,7 +97,7 @@ def happen(what: str) -> None:
             os.kill(pid, signal.Signals[number])
 
 
-def arrange(accident: str, step: int) -> None:
+def arrange(accident: str, step: int, output: Path) -> None:
     """Prepares the accident: where the run next comes to its place, once `step` has begun if that is in the loop."""
     what, _, place = accident.partition(" in ")
     has_begun = not step or place in ("the meeting", "the set-up")
@@ -107,6 +108,7 @@ def arrange(accident: str, step: int) -> None:
 
     def now(*args: Any, **kwargs: Any) -> None:
         if has_begun:
+            output.with_suffix(".crashed").touch()
             happen(what)
 
     if what == "note the engine's weights":  # as they are when the last checkpoint is saved
@@ -149,7 +151,7 @@ def be_rank(launch: dict[str, Any], rank: int, output: Path) -> None:
     os.environ["NOTES"] = str(output.parent)
     accident = launch.get("accident", "")
     if accident.startswith("note") or rank == launch.get("on", 0):  # all ranks note
-        arrange(accident, launch.get("step", 0))
+        arrange(accident, launch.get("step", 0), output)
     run_command(lambda _: pretrain.run.main(launch["arguments"]))
 
 
@@ -173,18 +175,22 @@ def run(launch: dict[str, Any], output: Path) -> list[int | None]:
     ]
     for rank in ranks:
         rank.start()
+    launched, since_crash, since_end = IdleClock(), IdleClock(), IdleClock()
     has_launcher, pids = launch.get("launcher", False), [rank.pid for rank in ranks]
-    deadline = time.monotonic() + DEADLINE
-    left, processes = ranks, dict[int, int]()
-    while (left or processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while True:
         left = [rank for rank in ranks if rank.is_alive()]
         processes = {number: one for number, one in sessions().items() if one in pids}
-        if has_launcher and len(left) < len(ranks):
+        launched.tick()
+        since_crash.tick(output.with_suffix(".crashed").exists())
+        since_end.tick(len(left) < len(ranks))
+        if has_launcher and since_end.seconds > 2:  # the others have begun to wait
             has_launcher = False
-            time.sleep(2)  # the others have begun to wait
             for rank in left:
                 rank.terminate()
+        is_late = launched.seconds > DEADLINE or since_crash.seconds > GONE
+        if is_late or not (left or processes):
+            break
+        time.sleep(0.02)
     for number in processes:
         os.kill(number, signal.SIGKILL)
     for rank in ranks:

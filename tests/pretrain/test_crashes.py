@@ -1,7 +1,11 @@
-"""A crash, a lost rank or loader process, or a closed stdout ends every process of a run; see accidents.py."""
+"""A crash, a lost rank or loader process, or a closed stdout ends every process of a run within 15 seconds.
+
+What still lives after 15 seconds of an idle machine shows as None; see accidents.py.
+"""
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ EVERY_2 = ("--run.eval_every", "2", "--run.save_every", "2", "--run.milestone_ev
 FLAGS = (*MANY_STEPS, *EVERY_2, "--global_batch_size", "9")
 LOADER = ("--data.num_workers", "1")
 ALONE: dict[str, Any] = {"ranks": 1}
-FIRST, SECOND = ({"ranks": 3, "on": rank} for rank in range(2))
+FIRST, SECOND, THIRD = ({"ranks": 3, "on": rank} for rank in range(3))
 QUICK = [  # the accident, where it happens, the exit codes of all ranks, what they print
     ("RuntimeError in a step", SECOND, [1, 1, 1], "RuntimeError: injected"),
     ("stdout closed in a step", ALONE, [1], "BrokenPipeError"),
@@ -27,8 +31,11 @@ QUICK = [  # the accident, where it happens, the exit codes of all ranks, what t
     ("SIGTERM in the set-up", ALONE, [-15], ""),
 ]
 SLOW = [
+    ("OutOfMemoryError in a step", ALONE, [1], "OutOfMemoryError: injected"),
+    ("RuntimeError in an evaluation", SECOND, [1, 1, 1], "RuntimeError: injected"),
     ("RuntimeError in a save", SECOND, [1, 1, 1], "RuntimeError: injected"),
-    ("OutOfMemoryError in an export", FIRST, [1, 1, 1], "OutOfMemoryError: injected"),
+    ("RuntimeError in an export", FIRST, [1, 1, 1], "RuntimeError: injected"),
+    ("killed in a step", THIRD, [1, 1, -9], ""),
     # A rank lost before the loop: only a launcher can know, and its SIGTERM ends the ranks that wait.
     ("killed in the meeting", SECOND | {"launcher": True}, [-15, -9, -15], ""),
     ("MemoryError in the set-up", SECOND | {"launcher": True}, [-15, 1, -15], ""),
@@ -62,8 +69,9 @@ def test_launchers_say_why(tiny_run: list[str], tmp_path: Path, launcher: str, c
     command: list[object] = [program(name), ranks, f"--master_port={free_ports(1)[0]}"]
     command += [accidents.__file__, tmp_path / "launch_0.txt", json.dumps(launch)]
     done = completed(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    seconds = time.time() - (tmp_path / "launch_0.crashed").stat().st_mtime
     text = done.stdout + done.stderr
-    assert done.returncode, text
+    assert done.returncode and seconds < 2 * accidents.GONE, text  # the machine may be busy
     killed = ("return code = -9", "SIGKILL", "Connection reset", "Connection closed")
     reasons = ("injected",) if "RuntimeError" in crash else killed
     assert any(reason in text for reason in reasons), text
