@@ -17,7 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from benchmarks.records import RESULTS, Records
 from multicls.errors import UserError, run_command
 from multicls.evaluation import Difference
-from multicls.files import REPOSITORY, atomic_write
+from multicls.files import REPOSITORY, atomic_write, read_jsonl
 
 System = tuple[str, str]  # name of a system in the records, and view
 # Domains that choose no setting of the method, and what their labels are.
@@ -28,6 +28,10 @@ ADAPTED: System = ("adapted_64", "mean+facets+topics")
 # The primary comparison, named before any of it was measured: at the same length, what does the training add to a
 # model that has the topics of the same documents?
 PRIMARY = (ADAPTED, TOPICS)
+EXPORTED: System = (
+    "exported_64",
+    "all parts",
+)  # of the step, 0 included, that the probe chose by 300 other rows
 LABELS = 100  # of the tables
 BOTH, OF_FACETS = ("mean", "mean+topics"), ("mean", "facets", "mean+topics", ADAPTED[1])
 SYSTEMS = {  # rows of the table of all systems: name in the records, and views
@@ -63,6 +67,7 @@ TRAINED = {  # systems by the minutes of their training
     "adjacent passages": ("adjacent", "mean+topics"),
 }
 IMAGES = REPOSITORY / "docs" / "images"
+PROBES = RESULTS / "probe"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md")
 MARKED = re.compile(r"(<!-- results:(\w+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 THEMES = {  # ending of the file's name -> text, grid and colours of series
@@ -105,12 +110,12 @@ def all_systems(records: Records) -> str:
 
 
 def primary(records: Records) -> str:
-    """Returns the table of the primary comparison, and what the original model's mean and topics gain."""
+    """Returns the table of the primary comparison, and what the exported model and topics gain."""
     rows = []
     comparisons = {
         "**what the training adds**": PRIMARY,
+        "exported: the probe chose the step": (EXPORTED, TOPICS),
         "what topics add to the original mean": (TOPICS, ORIGINAL),
-        "both together": (ADAPTED, ORIGINAL),
     }
     for name, (first, second) in comparisons.items():
         check_lengths(records, first, second)
@@ -237,10 +242,33 @@ def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     return len(axes.containers) > 1
 
 
+def draw_probe(axes: Any, records: Records, colors: Sequence[str]) -> bool:
+    """Draws what the probe of a run says at each step, with its interval; returns True if there is a run.
+
+    A curve is the lines of a run's metrics.jsonl that hold a probe, in results/probe/DOMAIN.jsonl.
+    """
+    for color, (domain, label) in zip(colors, JUDGES.items(), strict=False):
+        steps, changes = list[int](), list[list[float]]()
+        for line in read_jsonl(PROBES / f"{domain}.jsonl"):
+            view = ADAPTED[1] if line["step"] else TOPICS[1]  # facets begin with the training
+            ends = ("", "_low", "_high")
+            steps.append(line["step"])
+            changes.append([100 * line[f"probe/{view}_change{end}"] for end in ends])
+        if steps:
+            means, lows, highs = zip(*changes, strict=True)
+            axes.plot(steps, means, "o-", color=color, label=label)
+            axes.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
+    axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
+    axes.set_xlabel("steps")
+    axes.set_ylabel("points over the original mean")
+    return len(axes.lines) > 1
+
+
 FIGURES: dict[str, Callable[[Any, Records, Sequence[str]], bool]] = {
     "gain": draw_gain,
     "labels": draw_labels,
     "minutes": draw_minutes,
+    "probe": draw_probe,
 }
 
 

@@ -1,9 +1,11 @@
 """Pages and figures hold what the records say."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import pages
 from benchmarks.records import Origin, Record, Records, outcome
@@ -86,3 +88,28 @@ def test_figures_of_records(records: Records, tmp_path: Path, ending: str) -> No
     assert not [name for name in drawn if "minutes" in name], "no record has minutes"
     ink = pages.THEMES[ending][0]
     assert ink in drawn[f"gain{ending}.svg"] and ">average<" in drawn[f"gain{ending}.svg"]
+
+
+def test_the_probe_of_a_run_is_drawn_with_its_band(
+    records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PROBES", tmp_path)
+    axes = Figure().subplots()
+    assert not pages.draw_probe(axes, records, pages.THEMES[""][2])
+    changes = {"mean+topics": {0: 0.04}, "mean+facets+topics": {50: 0.06, 100: 0.05}}
+    lines = [
+        {
+            "step": step,
+            f"probe/{view}_change": change,
+            f"probe/{view}_change_low": change - 0.03,
+            f"probe/{view}_change_high": change + 0.03,
+        }
+        for view, by_step in changes.items()
+        for step, change in by_step.items()
+    ]
+    (tmp_path / "reuters.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    axes = Figure().subplots()
+    assert pages.draw_probe(axes, records, pages.THEMES[""][2])
+    assert np.array(axes.lines[0].get_data()).T.tolist() == [[0, 4], [50, 6], [100, 5]]
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == (pytest.approx(1), pytest.approx(9))
