@@ -72,10 +72,14 @@ def read_rows(
 ) -> tuple[ProbeRows | None, list[str]]:
     """Returns the rows that a run probes, or None with the reason as a line for the log.
 
+    A run without steps needs labels: recall judges the embedding, which no step changes, and not the topics.
+
     Raises:
         UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with other rows, so
             that nothing can be compared.
     """
+    if not (settings.probe.file or settings.train.steps):
+        return None, ["nothing is measured: labelled rows (--probe_file) judge topics"]
     rows = (
         _labelled_rows(settings) if settings.probe.file else _passages(settings, corpus, tokenizer)
     )
