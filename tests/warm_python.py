@@ -7,12 +7,11 @@ modules itself, from where it runs.
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -49,14 +48,15 @@ def serve(address: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"\0{address}")
     server.listen()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first forks
     print("ready", flush=True)
     while True:
         client, _ = server.accept()
+        with suppress(ChildProcessError):  # those that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if os.fork():
             client.close()
             continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.close()
         if not (child := os.fork()):
             return run(client)
@@ -83,8 +83,8 @@ def run(client: socket.socket) -> None:
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif first in ("-c", "-"):
-        sys.argv, sys.modules["__main__"] = [first], ModuleType("__main__")
-        code = arguments[0] if first == "-c" else sys.stdin.read()
+        code = arguments.pop(0) if first == "-c" else sys.stdin.read()
+        sys.argv, sys.modules["__main__"] = [first, *arguments], ModuleType("__main__")
         exec(code, sys.modules["__main__"].__dict__)  # noqa: S102
     else:
         sys.argv, sys.path[0] = [first, *arguments], str(Path(first).parent.absolute())

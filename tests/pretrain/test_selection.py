@@ -173,14 +173,19 @@ def test_no_better_step_exports_the_model_before(
     assert float(topics(inputs["input_ids"]).norm()) > 0.1
 
 
+UNTRAINED = (
+    "--recipe topics --model.random_weights false --model.num_topics 8 --data.seq_length 32 "
+    "--micro_batch_size 15"
+)
+
+
 def test_a_run_without_steps_adds_topics(
     fork: Fork, rows: str, tiny_bert: Path, tmp_path: Path
 ) -> None:
     """Nothing is trained, also by the same command again, and no examples are needed. Labels judge the topics."""
     folder = tmp_path / "run"
-    flags = ("--recipe", "topics", "--model.random_weights", "false")
-    flags += ("--model.num_topics", "8", "--data.seq_length", "32", "--micro_batch_size", "15")
-    assert fork(folder, {}, {}, flags=(*flags, *flags_of(rows))) == [[0], [0]], logs(folder)
+    flags = (*UNTRAINED.split(), *flags_of(rows))
+    assert fork(folder, {}, {}, flags=flags) == [[0], [0]], logs(folder)
     assert all("done: nothing was trained" in logs(folder, launch) for launch in (0, 1))
     assert not (folder / "checkpoints").exists()
     exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
@@ -196,9 +201,7 @@ def test_a_run_without_steps_adds_topics(
 def test_a_run_without_steps_and_labels_measures_nothing(fork: Fork, tmp_path: Path) -> None:
     """Recall would judge the embedding, which no step changes."""
     folder = tmp_path / "run"
-    flags = ("--recipe", "topics", "--model.random_weights", "false", "--model.num_topics", "8")
-    flags += ("--data.seq_length", "32", "--micro_batch_size", "15")
-    assert fork(folder, flags=flags) == [[0]], logs(folder)
+    assert fork(folder, flags=tuple(UNTRAINED.split())) == [[0]], logs(folder)
     printed = logs(folder)
     assert "nothing is measured" in printed and "next-passage recall" not in printed
     assert "first_look" not in printed and "next:  " in printed
