@@ -34,11 +34,14 @@ def warm_python(folder: Path, env: dict[str, str]) -> Iterator[Path]:
     address = f"\0warm python {os.getpid()} {folder.name}"
     (folder / "python").write_text(COMMAND.format(python=sys.executable, address=address))
     (folder / "python").chmod(0o755)
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, __file__, address[1:]], env=env, stdout=pipe) as server:
-        assert server.stdout and server.stdout.readline() == b"ready\n"
-        yield folder
-        server.kill()
+    command, pipe = [sys.executable, __file__, address[1:]], subprocess.PIPE
+    env = env | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA itself does not survive a fork
+    with subprocess.Popen(command, env=env, stdout=pipe) as server:
+        try:
+            assert server.stdout and server.stdout.readline() == b"ready\n"
+            yield folder
+        finally:
+            server.kill()
 
 
 def serve(address: str) -> None:
