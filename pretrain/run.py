@@ -148,6 +148,10 @@ def print_end(settings: PretrainSettings, folder: RunFolder) -> None:
     from pretrain.export import next_command
     from pretrain.verdict import read_verdict
 
+    if not folder.export.exists():  # a user has moved it
+        run, model = (shlex.quote(str(path)) for path in (folder.path, folder.export))
+        print_summary([], f"python pretrain/export.py {run} --output {model}")
+        return
     made = [("model", str(folder.export))]
     if found := read_verdict(folder):
         print_verdict(found.lines())

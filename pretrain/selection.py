@@ -40,7 +40,6 @@ TRAIN_ROWS = 100  # of a draw; half of the rows where there are fewer than twice
 DRAWS = 10
 PER_DOCUMENT = 4  # passages, so that few passages come from many documents
 FALLING = 3  # validations, each with a lower value than the one before, are a warning if the last is worse than step 0
-TOO_EASY = 0.99  # a score at step 0 from which on no gain can be seen
 
 Report = Callable[[str], None]
 
@@ -72,10 +71,14 @@ def read_rows(
 ) -> tuple[ProbeRows | None, list[str]]:
     """Returns the rows that a run probes, or None with the reason as a line for the log.
 
+    A run without steps needs labels: recall judges the embedding, which no step changes, and not the topics.
+
     Raises:
         UserError: The probe file cannot be read, its rows do not make a probe, or the run resumes with other rows, so
             that nothing can be compared.
     """
+    if not (settings.probe.file or settings.train.steps):
+        return None, ["nothing is measured: labelled rows (--probe_file) judge topics"]
     rows = (
         _labelled_rows(settings) if settings.probe.file else _passages(settings, corpus, tokenizer)
     )
@@ -298,10 +301,6 @@ class Selection(Observer):
         worse = [name for name, change in self.last.items() if verdict(change) == "worse"]
         if len(worse) == len(self.last) or self._reference in worse:
             lines.append(f"warning: worse are {', '.join(worse)}. {advice(self._settings)}")
-        if max(found.mean for found in self.first.values()) >= TOO_EASY:
-            lines.append(
-                "these labels are too easy to show a gain: step 0 has them nearly all right"
-            )
         return lines
 
 

@@ -271,6 +271,8 @@ class Trainer:
         warnings = [f"warning: {problem}" for problem in collapses(values)]
         for observer in self.observers:
             values |= observer.measure(self.engine, done)
+        if not values:  # of a run without steps and labels
+            return
         for observer in self.observers:
             observer.on_record(done, "validation", values)
         self._report(*warnings)

@@ -25,7 +25,6 @@ class Verdict:
         before: The score of the reference.
         scores: The score of each embedding of the model, as a share.
         changes: Its difference to `before`.
-        is_trained: False for a run without steps, which adds topics only.
     """
 
     step: int
@@ -34,7 +33,6 @@ class Verdict:
     before: float
     scores: Mapping[str, float]
     changes: Mapping[str, Difference]
-    is_trained: bool = True
 
     @property
     def embedding(self) -> str:
@@ -47,12 +45,8 @@ class Verdict:
         """Returns a sentence that names the embedding to use."""
         if self.embedding:
             return f"Use {self.embedding}: better than the original model."
-        if not self.is_trained:
-            return (
-                "Nothing was trained: compare the topics with the original model on labelled rows."
-            )
         if not self.step:
-            return "Use the original model: no step was better, so it is what is exported."
+            return "Use the original model: nothing was better, so it is what is exported."
         words = {verdict(change) for change in self.changes.values()}
         found = (
             "all embeddings are worse" if words == {"worse"} else "no clear change for the better"
@@ -86,8 +80,7 @@ def read_verdict(folder: RunFolder, step: int | None = None) -> Verdict | None:
     if step is None:
         step = read_json(folder.export / EXPORT_INFO)["step"]
     plan = read_json(folder.plan) if folder.plan.exists() else {}
-    every = read_jsonl(folder.metrics)
-    records = [r for r in every if r["step"] <= step and "probe/mean" in r]
+    records = [r for r in read_jsonl(folder.metrics) if r["step"] <= step and "probe/mean" in r]
     if not records or "measure" not in plan:
         return None
     first, last = records[0], records[-1]
@@ -99,7 +92,6 @@ def read_verdict(folder: RunFolder, step: int | None = None) -> Verdict | None:
         before=first[f"probe/{plan['reference']}"],
         scores={name: last[f"probe/{name}"] for name in changes},
         changes=changes,
-        is_trained=every[-1]["step"] > 0,
     )
 
 

@@ -115,5 +115,5 @@ def tiny_corpus(tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         text = " ".join(f"{line.capitalize()}." for line in lines)
         (folder / "text" / f"{number:03d}.txt").write_text(text, encoding="utf-8")
     source = ["--input", str(folder / "text"), "--tokenizer", str(tiny_bert)]
-    main([*source, "--output", str(folder / "shards")])
+    main([*source, "--output", str(folder / "shards"), "--workers", "1"])
     return folder / "shards"

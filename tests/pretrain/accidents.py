@@ -27,11 +27,15 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # ranks share no GPU
 
-# All that a run imports, early or late, so that no fork has to.
+# All that a run imports or prepares, early or late, so that no fork has to.
 import deepspeed  # noqa: F401
 import pandas  # noqa: F401  # pyarrow imports it for NumPy arrays
 import torch
 import torch.utils.tensorboard
+import transformers.generation.utils
+import transformers.models.bert.modeling_bert
+import transformers.models.bert.tokenization_bert  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import multicls.distributed
 import pretrain.engine
@@ -43,6 +47,7 @@ from multicls.errors import run_command
 from multicls.files import append_jsonl
 from tests.processes import IdleClock, free_ports, sessions
 
+get_checkpoint_conversion_mapping("bert")  # transformers keeps its table of 1,000 expressions
 DEADLINE = 120.0  # seconds of an idle machine that a launch may take
 GONE = 15.0  # such seconds after an accident in which every process of the run must end
 RAISED = {error.__name__: error for error in (RuntimeError, MemoryError, torch.OutOfMemoryError)}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from data_prep.examples import ExampleStream, SpecialIds
+from multicls.corpus import Corpus
 from multicls.files import REPOSITORY, read_jsonl
 from tests.processes import completed, program
 
@@ -21,6 +23,13 @@ Fork = Callable[..., list[list[int | None]]]
 def tiny_run(tiny_bert: Path, tiny_corpus: Path) -> list[str]:
     """The flags of a tiny run."""
     return ["--recipe", "tiny", "--model", str(tiny_bert), "--corpus", str(tiny_corpus)]
+
+
+@pytest.fixture(scope="session")
+def stream(tiny_corpus: Path) -> ExampleStream:
+    """Training examples of the tiny corpus, for a model with three facets."""
+    special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=(1, 2, 3))
+    return ExampleStream(Corpus(tiny_corpus), special, seq_length=32, seed=1)
 
 
 @pytest.fixture(scope="session")

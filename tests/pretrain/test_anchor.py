@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data_prep.examples import ExampleStream, SpecialIds
-from multicls.corpus import Corpus
+from data_prep.examples import ExampleStream
 from multicls.errors import UserError
 from pretrain.anchor import Anchor, _rotation, _texts
 from pretrain.batches import MicroBatch, load_steps
@@ -21,12 +20,6 @@ from tests.pretrain.conftest import Fork, logs, records, weights
 from tests.pretrain.tools import tiny_model
 
 FLAGS = ("--model.random_weights", "false", "--objective.anchor", "5")
-
-
-@pytest.fixture(scope="module")
-def stream(tiny_corpus: Path) -> ExampleStream:
-    special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=(1, 2, 3))
-    return ExampleStream(Corpus(tiny_corpus), special, seq_length=32, seed=1)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

@@ -4,27 +4,19 @@ import multiprocessing
 import os
 from contextlib import closing
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.examples import ExampleStream, SpecialIds
-from multicls.corpus import Corpus
+from data_prep.examples import ExampleStream
 from pretrain.batches import MicroBatch, load_steps, pack
 from pretrain.engine import Engine
 from pretrain.trainer import evaluate
 from tests.pretrain.tools import PlainEngine, micro_batch_of, tiny_model
 from tests.pretrain.two_ranks import settings
 from tests.processes import children
-
-
-@pytest.fixture(scope="module")
-def stream(tiny_corpus: Path) -> ExampleStream:
-    special = SpecialIds(cls=12, sep=13, pad=0, mask=14, facets=(1, 2, 3))
-    return ExampleStream(Corpus(tiny_corpus), special, seq_length=32, seed=1)
 
 
 def load(stream: ExampleStream, size: int = 3, **options: Any) -> list[MicroBatch]:

@@ -25,7 +25,7 @@ from multicls.files import append_jsonl, locked, read_json, write_json
 from pretrain import export
 from pretrain.card import TAGS
 from pretrain.folder import RunFolder
-from tests.pretrain.conftest import Fork, Launch, logs, records
+from tests.pretrain.conftest import Fork, logs, records
 from tests.processes import completed
 
 pytestmark = pytest.mark.launcher
@@ -130,10 +130,10 @@ def test_a_step_can_be_chosen(stopped: Path, tmp_path: Path) -> None:
     assert "2 of 4 planned optimizer steps" in text and "after step 0" in text
 
 
-def test_an_embedding_of_parts_reads_whole_texts(launch: Launch, tmp_path: Path) -> None:
+def test_an_embedding_of_parts_reads_whole_texts(fork: Fork, tmp_path: Path) -> None:
     """Topics read whole texts in sentence-transformers, and the encoder as much as before."""
     parts = "mean+facets+topics"
-    launch(tmp_path / "run", "--model.num_topics", "6", "--steps", "1").check_returncode()
+    assert fork(tmp_path / "run", flags=("--model.num_topics", "6", "--steps", "1")) == [[0]]
     folder = tmp_path / "run" / "hf"
     text = "bal del fil gol " * 60
     options: Any = {"device": "cpu", "trust_remote_code": True}

@@ -2,15 +2,23 @@
 
 import math
 import os
+from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from multicls.modeling_multicls import MultiClsForPreTraining, mcqt_loss, part_scores
+from multicls.modeling_multicls import (
+    MultiClsForPreTraining,
+    encoder_layers,
+    mcqt_loss,
+    part_scores,
+)
 from pretrain.batches import MicroBatch
 from pretrain.engine import prepare_layers
+from pretrain.graphs import pad_positions
 from pretrain.metrics import MetricSums, collapses, loss_terms, means, measure
 from pretrain.settings import TrainSettings
 from pretrain.setup import describe_machine
@@ -158,6 +166,33 @@ def test_auto_compiles_what_gains_on_a_gpu(
     assert not called
     train, notes = prepare_layers(tiny_model(encoder=encoder), auto, "bf16")
     assert bool(called) == bool(notes) == compiles == train.compile
+
+
+def test_compiled_layers_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's compiler traces them. The kernels that it would write take a minute."""
+    compile_layer = torch.nn.Module.compile
+    traced = partialmethod(compile_layer, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    plain, compiled = model(2), model(2)
+    prepare_layers(compiled, TrainSettings(steps=1, compile=True), "fp32")
+    layers = encoder_layers(compiled.multicls.encoder)
+    assert layers and all(layer._compiled_call_impl is not None for layer in layers)
+    inputs = random_inputs(0, 3 * EXAMPLES, 2)
+    expected = plain(**inputs).losses
+    assert len(expected) == 4
+    torch.testing.assert_close(compiled(**inputs).losses, expected)
+
+
+def test_padded_positions_change_no_metric() -> None:
+    """They point to [CLS], which has no label."""
+    network, batch = model(2), micro_batch_of(random_inputs(0, 3 * EXAMPLES, 2), 3)
+    padded = replace(batch, inputs=pad_positions(batch.inputs, 64))
+    assert len(padded.inputs["masked_positions"]) == 64 > batch.counts["mlm"]
+    found, expected = (
+        {name: float(value) for name, (value, _) in terms_of(network, one, shares_of(one)).items()}
+        for one in (padded, batch)
+    )
+    assert {"loss/mlm", "acc/mlm"} <= found.keys() and found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

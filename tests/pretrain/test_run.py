@@ -109,8 +109,10 @@ def test_the_run_s_own_recipe_is_the_same_run(fork: Fork, tmp_path: Path) -> Non
     assert fork(folder, flags=("--recipe", str(folder / "settings.yaml"))) == [[0]], logs(folder)
     assert "already finished at step" in logs(folder)
     assert fork(folder, flags=("--steps", "99")) == [[2]] and "is now 99" in logs(folder)
+    (folder / "hf").rename(tmp_path / "mine")
     shutil.rmtree(folder / "checkpoints")  # a finished run needs neither them nor the base
     assert fork(folder, flags=("--model", "gone")) == [[0]], logs(folder)
+    assert f"next: python pretrain/export.py {folder} --output" in logs(folder)
 
 
 def test_others_are_refused(fork: Fork, finished: Path, tmp_path: Path, tiny_corpus: Path) -> None:

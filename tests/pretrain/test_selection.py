@@ -28,7 +28,7 @@ from pretrain.selection import ProbeRows, Selection, choose_rows, read_rows
 from pretrain.settings import PretrainSettings
 from pretrain.verdict import read_verdict
 from tests.encoders import WORDS as CORPUS_WORDS
-from tests.pretrain.conftest import Fork, Launch, logs, records
+from tests.pretrain.conftest import Fork, logs, records
 from tools import first_look
 
 WORDS = ("river", "city", "music", "war", "church")
@@ -163,7 +163,7 @@ def test_no_better_step_exports_the_model_before(
     topics = TopicTable(exported.config.vocab_size, 8)
     topics.load_state_dict(load_topics(RunFolder(folder)))
     assert first_look.main([str(folder)]) == 0
-    assert "Use the original model: no step was better" in capsys.readouterr().out
+    assert "Use the original model: nothing was better" in capsys.readouterr().out
     (folder / "probe.json").unlink()
     with pytest.raises(UserError, match=r"finetune/compare\.py"):
         first_look.main([str(folder)])
@@ -173,17 +173,20 @@ def test_no_better_step_exports_the_model_before(
     assert float(topics(inputs["input_ids"]).norm()) > 0.1
 
 
+UNTRAINED = (
+    "--recipe topics --model.random_weights false --model.num_topics 8 --data.seq_length 32 "
+    "--micro_batch_size 15"
+)
+
+
 def test_a_run_without_steps_adds_topics(
-    launch: Launch, rows: str, tiny_bert: Path, tmp_path: Path
+    fork: Fork, rows: str, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    """Nothing is trained, also by the same command again, and no examples are needed."""
+    """Nothing is trained, also by the same command again, and no examples are needed. Labels judge the topics."""
     folder = tmp_path / "run"
-    flags = ("--recipe", "topics", *flags_of(rows), "--model.random_weights", "false")
-    flags += ("--model.num_topics", "8", "--data.seq_length", "32", "--micro_batch_size", "15")
-    first = launch(folder, *flags)
-    for done in (first, launch(folder, *flags)):
-        assert done.returncode == 0 and "done: nothing was trained" in done.stdout, done.stderr
-    assert launch(folder, *flags, "--status").stdout == "finished at step 0\n"
+    flags = (*UNTRAINED.split(), *flags_of(rows))
+    assert fork(folder, {}, {}, flags=flags) == [[0], [0]], logs(folder)
+    assert all("done: nothing was trained" in logs(folder, launch) for launch in (0, 1))
     assert not (folder / "checkpoints").exists()
     exported, base = (AutoModel.from_pretrained(path) for path in (folder / "hf", tiny_bert))
     theirs = base.state_dict()
@@ -193,6 +196,20 @@ def test_a_run_without_steps_adds_topics(
     (record,) = probes(folder)
     assert record["probe/mean+topics"] > 0 and record["probe/cosine_to_start"] > 0.999
     assert "probe/facets" not in record
+
+
+def test_a_run_without_steps_and_labels_measures_nothing(fork: Fork, tmp_path: Path) -> None:
+    """Recall would judge the embedding, which no step changes."""
+    folder = tmp_path / "run"
+    assert fork(folder, flags=tuple(UNTRAINED.split())) == [[0]], logs(folder)
+    printed = logs(folder)
+    assert "nothing is measured" in printed and "next-passage recall" not in printed
+    assert "first_look" not in printed and "next:  " in printed
+    assert records(folder, "validation") == [] and not (folder / "probe.json").exists()
+    card = (folder / "hf" / "README.md").read_text()
+    assert "Does it help?" not in card and "No step was better" not in card
+    assert "topics of the words of a corpus" in card and "planned optimizer steps" not in card
+    assert AutoModel.from_pretrained(folder / "hf").topics.idf.any()
 
 
 DOCUMENTS = np.repeat(np.arange(20), 3)
@@ -270,11 +287,6 @@ def test_the_verdict_on_each_step(tmp_path: Path) -> None:
     assert found[0] and found[0].title.startswith(
         "next-passage recall, 0 passages; original model (mean)"
     )
-    lines = folder.metrics.read_text().splitlines(keepends=True)
-    folder.metrics.write_text(lines[0])
-    untrained = read_verdict(folder, 0)
-    assert untrained and untrained.advice.startswith("Nothing was trained")
-    folder.metrics.write_text("".join(lines))
     again = selection_of(tmp_path, True, unused)
     again.compare({"mean": noise, "cls": noise}, 16)
     assert {16: again.history.pop(16)} and again.history == selection.history

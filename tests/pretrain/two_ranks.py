@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from multicls.deepspeed_config import complete_deepspeed_config, load_deepspeed_config
 from multicls.distributed import leave_deepspeed, prepare_deepspeed
+from multicls.errors import print_stderr
 from pretrain.batches import MicroBatch
 from pretrain.engine import Engine
 from pretrain.metrics import MetricSums, means
@@ -227,6 +228,8 @@ def main() -> None:
     accelerator = type(deepspeed.accelerator.get_accelerator())
     accelerator.is_fp16_supported = lambda self: True  # torch computes in it, slowly
     for name in sys.argv[2:]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print_stderr(f"case {name}")
         if name in CASES:
             results[name] = run(deepspeed, CASES[name])
         elif name in FLAT:
