@@ -47,8 +47,8 @@ demo: setup
 	@$(BIN)/python tools/first_look.py runs/sample | tail -n 1  # the verdict is above
 	$(BIN)/python tools/try.py runs/sample "The river rises in the mountains and flows into the sea."
 
-# Whole files to each of two processes, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
+# Whole files to each of three processes, in the order of tests/conftest.py: on two cores, one of them waits at times.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # In one go, which leaves no process idle between quick tests and walks.
 check: lint

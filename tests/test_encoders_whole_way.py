@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from multicls.files import REPOSITORY, read_json, read_jsonl
 from tests.encoders import FAMILIES, save_encoder
 from tests.finetune.conftest import sentiment_rows, write_tsv
 from tests.processes import completed
-from tests.warm_python import warm_python
 
 ALL = os.environ.get("MULTICLS_ENCODERS") == "all"
 KINDS = list(FAMILIES) if ALL else ["modernbert", "xlm-roberta"]  # BPE, pieces of SentencePiece
@@ -38,39 +36,29 @@ assert model(**inputs).facet_embeddings.shape == (2, 2, 32) and "multicls" not i
 """
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Python that has imported the large libraries already."""
-    folder = tmp_path_factory.mktemp("python") / "whole way"
-    with warm_python(folder, dict(os.environ)):
-        yield folder / "python"
-
-
 def run(*words: object) -> None:
-    """Runs a command from the repository."""
-    ran = completed(words, cwd=REPOSITORY)
+    """Runs Python with the words, from the repository."""
+    ran = completed([sys.executable, *words], cwd=REPOSITORY)
     assert ran.returncode == 0, f"{words}\n{ran.stdout}\n{ran.stderr}"
 
 
 @pytest.mark.walk
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_way(kind: str, python: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+def test_whole_way(kind: str, tiny_corpus: Path, tmp_path: Path) -> None:
     start = save_encoder(kind, tmp_path / "start")
     corpus = ["--input", tiny_corpus.parent / "text", "--output", tmp_path / "corpus"]
-    run(python, "data_prep/run.py", *corpus, "--tokenizer", start, "--workers", "1")
+    run("data_prep/run.py", *corpus, "--tokenizer", start, "--workers", "1")
     model = ["--model", start, "--corpus", tmp_path / "corpus", "--output_dir", tmp_path / "run"]
-    run(
-        python, "pretrain/run.py", "--config", "ds_configs/zero2.json", *model, *PRETRAINING.split()
-    )
+    run("pretrain/run.py", "--config", "ds_configs/zero2.json", *model, *PRETRAINING.split())
     for stage in (1, 3) if ALL else ():
         folder = tmp_path / f"zero{stage}"
         words = ["pretrain/run.py", "--config", f"ds_configs/zero{stage}.json", *model[:-1], folder]
         words += [*PRETRAINING.split(), "--run.save_every", "3"]
-        run(python, *TWO_RANKS, *words)
+        run(*TWO_RANKS, *words)
         end = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] == 6]
         shutil.rmtree(folder / "checkpoints" / "step_00000006")  # as if killed before it was saved
         (folder / "DONE").unlink()
-        run(python, *words)
+        run(*words)
         again = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] == 6]
         assert again[-1]["loss/total"] == pytest.approx(end[-1]["loss/total"], rel=1e-4)
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -78,15 +66,14 @@ def test_whole_way(kind: str, python: Path, tiny_corpus: Path, tmp_path: Path) -
     assert losses[-1] < losses[0]
     exported = tmp_path / "run" / "hf"
     assert read_json(exported / "config.json")["encoder"]["model_type"] == kind
-    run(sys.executable, "-I", "-c", ALONE, exported)
+    run("-I", "-c", ALONE, exported)
 
     write_tsv(tmp_path / "train.tsv", "text\tlabel", sentiment_rows(120, seed=0))
     write_tsv(tmp_path / "new.tsv", "text\tlabel", sentiment_rows(20, seed=1))
     rows = ["--train_file", tmp_path / "train.tsv", "--output_dir", tmp_path / "compared"]
-    run(python, "finetune/compare.py", "--model", f"m={exported}", *rows, *FINE_TUNING.split())
+    run("finetune/compare.py", "--model", f"m={exported}", *rows, *FINE_TUNING.split())
     labelled = tmp_path / "labelled.csv"
     run(
-        python,
         "finetune/predict.py",
         tmp_path / "compared/model",
         tmp_path / "new.tsv",
@@ -100,6 +87,6 @@ def test_whole_way(kind: str, python: Path, tiny_corpus: Path, tmp_path: Path) -
         rows = ["--tasks", "sst2", "--data_dir", tmp_path, "--output_dir", tmp_path / "heads"]
         systems = json.dumps({head: {"head": head} for head in HEADS})
         models = ["--model", f"m={exported}", "--systems", systems]
-        run(python, "finetune/grid.py", *models, *rows, "--epochs", "1", "--max_length", "24")
+        run("finetune/grid.py", *models, *rows, "--epochs", "1", "--max_length", "24")
         finished = len(list((tmp_path / "heads").glob("*/*/*/record.json")))
         assert finished == len(HEADS) - (kind == "eurobert")  # its RMSNorm has no bias for cln

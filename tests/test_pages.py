@@ -1,10 +1,9 @@
 """README and docs/ do what they say: their commands are run, the site is whole, the generated page is current.
 
 Each bash and Python block of the pages in `SHOWN` is run, in this order, in a copy of the repository, by a shell that
-refuses unset variables. Its `python` forks a process that has imported torch already; that of `make` starts anew. A
-block with a title is a file to write, a diff is a change to make. `<!-- not run: reason -->` before a block leaves it
-out. The flags of all commands are checked, and so is the language: short sentences, few numbers, no hashes, narrow
-code, and a ceiling of words.
+refuses unset variables. A block with a title is a file to write, a diff is a change to make. `<!-- not run: reason -->`
+before a block leaves it out. The flags of all commands are checked, and so is the language: short sentences, few
+numbers, no hashes, narrow code, and a ceiling of words.
 """
 
 import json
@@ -13,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ import pytest
 from multicls import __version__
 from multicls.files import REPOSITORY
 from tests.processes import completed
-from tests.warm_python import warm_python
 
 NOT_COPIED = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache")
 BLOCK = re.compile(
@@ -43,7 +40,6 @@ SHORTER = [  # words of commands that would take minutes
     ("finetune/compare.py ", "finetune/compare.py --repeats 1 "),
     ("corpus \\\n    --probe_file", f"corpus {TWO_STEPS} --probe_file"),
     ("--step 40", "--step 2"),
-    ("[sys.executable, *shlex", '["python", *shlex'),
     ("--steps 10", "--steps 2"),
 ]
 SHORTER_RECIPE = [("steps: 40\n", "steps: 2\n"), ("examples: 30\n", "examples: 6\n")]
@@ -71,8 +67,8 @@ def changed(text: str, diff: str) -> str:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Iterator[Path]:
-    """A copy of the repository in which `make` finds this environment; beside it `bin` has `python`."""
+def copy(tmp_path: Path) -> Path:
+    """A copy of the repository in which `make` finds this environment."""
     folder = tmp_path / "repository"
     shutil.copytree(REPOSITORY, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (folder / ".venv").mkdir()
@@ -82,16 +78,7 @@ def copy(tmp_path: Path) -> Iterator[Path]:
     recipe = folder / "pretrain" / "recipes" / "sample.yaml"
     assert all(recipe.read_text().count(long) == 1 for long, _ in SHORTER_RECIPE)
     recipe.write_text(shorter(recipe.read_text(), SHORTER_RECIPE))
-    with warm_python(tmp_path / "bin", environment(folder)):
-        yield folder
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Returns the variables of commands in a copy of the repository."""
-    env = {name: value for name, value in os.environ.items() if name != "MULTICLS_DATA"}
-    programs = [str(folder.with_name("bin")), str(Path(sys.executable).parent), env["PATH"]]
-    env["PATH"] = os.pathsep.join(programs)
-    return env | {"HF_MODULES_CACHE": str(folder / "build/modules")}
+    return folder
 
 
 def shorter(text: str, words: list[tuple[str, str]]) -> str:
@@ -108,12 +95,13 @@ def run_block(block: re.Match[str] | dict[str, str], page: str, folder: Path) ->
         path.write_text(changed(path.read_text(), block["text"]) if is_change else block["text"])
         return ""
     text = shorter(block["text"], SHORTER)
-    python = str(folder.with_name("bin") / "python")
-    shell = ["bash", "-euxo", "pipefail"] if block["language"] == "bash" else [python]
+    shell = ["bash", "-euxo", "pipefail"] if block["language"] == "bash" else [sys.executable]
+    env = {name: value for name, value in os.environ.items() if name != "MULTICLS_DATA"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(
         [*shell, "-c", text],
         cwd=folder,
-        env=environment(folder),
+        env=env | {"HF_MODULES_CACHE": str(folder / "build/modules")},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

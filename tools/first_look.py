@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = read_verdict(folder)
     if found is None:
         command = "compare models on labelled rows by finetune/compare.py"
-        raise UserError(f"{options.run}: too few passages were held out for a score; {command}.")
+        raise UserError(f"{options.run}: the run has no score, and its log says why; {command}.")
     print_verdict(found.lines())
     records = [r for r in read_jsonl(folder.metrics) if r["split"] == "validation"]
     draw(options.run / "first_look.png", found, records)
