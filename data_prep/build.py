@@ -213,10 +213,12 @@ class _Builder(NamedTuple):
     ) -> Iterator[Document]:
         """Yields a document without the sentences that have no token or too many, if any are left."""
         kept = (lengths > 0) & (lengths <= MOST_TOKENS)
-        for i in np.flatnonzero(~kept):
-            reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
-            self.ledger.add(reason, raw, sentences[i], size(sentences[i]))
         if not kept.all():
+            for i in np.flatnonzero(~kept):
+                reason = (
+                    "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
+                )
+                self.ledger.add(reason, raw, sentences[i], size(sentences[i]))
             sentences = list(compress(sentences, kept))
             tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
         if not sentences:
@@ -297,10 +299,12 @@ def _write(
 def rows_of(document: Document) -> Iterator[ShardRow]:
     """Yields the rows of a document: several of about equal length if it exceeds `MAX_TOKENS`."""
     raw, tokens, lengths = document.raw, document.tokens, document.lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max()))) if len(tokens) > MAX_TOKENS else 1
-    targets = len(tokens) * np.arange(1, count) / count
-    cuts = [0, *(np.searchsorted(offsets[1:], targets) + 1).tolist(), len(lengths)]
+    offsets, cuts = np.zeros(len(lengths) + 1, np.int64), [0, len(lengths)]
+    np.cumsum(lengths, out=offsets[1:])
+    if len(tokens) > MAX_TOKENS:
+        count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max())))
+        targets = len(tokens) * np.arange(1, count) / count
+        cuts[1:1] = (np.searchsorted(offsets[1:], targets) + 1).tolist()
     for first, end in zip(cuts, cuts[1:], strict=False):
         bounds = offsets[first : end + 1]
         span = tokens[bounds[0] : bounds[-1]]

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from dask.system import CPU_COUNT  # of a container, its quota
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ from data_prep.formats import FORMATS
 from data_prep.formats.base import Skipped, SourceFile
 from data_prep.ledger import remedies
 from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
-from data_prep.pool import Pool, open_pool, run_all
+from data_prep.pool import Pool, count_cores, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import list_inputs
 from multicls.console import count, print_line, progress_bar
@@ -91,7 +90,7 @@ def prepare(
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            workers = min(options.workers or CPU_COUNT, len(job.units))
+            workers = min(options.workers or count_cores(), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
                     changed = _build(job, options, work, shard_tokens, pool)

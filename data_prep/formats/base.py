@@ -24,6 +24,7 @@ LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line 
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 TOO_LONG = "a page or an object of more than 64 MB"
 CHUNK = 1 << 20  # bytes
+ZIP_MAGIC = re.compile(rb"PK\x03\x04")  # of archives, and of documents that are some
 UTF8 = "utf-8"
 
 # What the lines of a text are. plain: text with blank lines between paragraphs; pages: such text, typeset; markdown:
@@ -82,6 +83,10 @@ class SourceFile(NamedTuple):
     def __str__(self) -> str:
         return printable(self.path)
 
+    def skipped(self, reason: str, detail: str = "") -> "Skipped":
+        """Returns the entry of this file if it is not read."""
+        return Skipped(str(self), reason, self.size, detail)
+
 
 class Skipped(NamedTuple):
     """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
@@ -105,8 +110,8 @@ class Format(NamedTuple):
     name: str
     read: Read
     suffixes: tuple[str, ...] = ()
-    begins: str = ""  # pattern of the first characters, from the first that is no blank on
-    magic: bytes = b""  # pattern of the first bytes of a binary format
+    begins: re.Pattern[str] | None = None  # the first characters, without blanks before them
+    magic: re.Pattern[bytes] | None = None  # the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
     fields: Callable[[SourceFile], list[str]] | None = None  # of its first records
     layout: Layout = "plain"
@@ -181,20 +186,16 @@ OPENERS: dict[str, Callable[[Any], Any]] = {
     "zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
     "lz4": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "lz4")),
 }
-_PACKED = {
-    "gz": rb"\x1f\x8b\x08",
-    "bz2": rb"BZh[1-9]1AY&SY",
-    "xz": rb"\xfd7zXZ\0",
-    "zst": rb"\x28\xb5\x2f\xfd",
-    "lz4": rb"\x04\x22\x4d\x18",
-}
+_PACKED = re.compile(
+    rb"(?P<gz>\x1f\x8b\x08)|(?P<bz2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)"
+    rb"|(?P<lz4>\x04\x22\x4d\x18)"
+)
 
 
 def packing(head: bytes, name: str) -> str:
     """Returns the compression of a file by its first bytes, or else by its suffix; "" if it has none."""
-    for packed, magic in _PACKED.items():
-        if re.match(magic, head):
-            return packed
+    if found := _PACKED.match(head):
+        return str(found.lastgroup)
     suffix = os.path.splitext(name.lower())[1][1:]
     return {"tgz": "gz"}.get(suffix, suffix) if suffix in (*OPENERS, "tgz") else ""
 
@@ -271,8 +272,8 @@ def lines_of(file: SourceFile) -> Iterator[tuple[int, str]]:
         while is_open or not file.stop or offset < file.stop:
             if not (line := stream.readline(LONGEST_RECORD)):
                 break
-            text = line.decode(UTF8 if offset else "utf-8-sig", "replace")
-            yield offset, text.rstrip("\r\n")
+            text = line if offset else line.removeprefix(codecs.BOM_UTF8)
+            yield offset, text.decode(UTF8, "replace").rstrip("\r\n")
             offset, is_open = offset + len(line), not line.endswith(b"\n")
 
 

@@ -15,7 +15,7 @@ _BLOCKS += "caption pre section article header footer figure figcaption nav asid
 BLOCKS = set(_BLOCKS.split())
 _UNSEEN = {"script", "style", "template", "title"}
 _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
-_BEGINS = r"(?i)<(?:!doctype\s+html|html|head|body)\b"
+_BEGINS = re.compile(r"(?i)<(?:!doctype\s+html|html|head|body)\b")
 _READER = ("warcio", "pip install warcio")
 _EXTRACTOR = ("trafilatura", "pip install trafilatura lxml_html_clean")
 
@@ -103,5 +103,12 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 base.register(
     Format("html", _html, (".html", ".htm", ".xhtml"), _BEGINS, needs=_EXTRACTOR),
-    Format("warc", _warc, (".warc", ".wet"), r"WARC/\d", rb"WARC/\d", needs=_READER),
+    Format(
+        "warc",
+        _warc,
+        (".warc", ".wet"),
+        re.compile(r"WARC/\d"),
+        re.compile(rb"WARC/\d"),
+        needs=_READER,
+    ),
 )
