@@ -37,7 +37,8 @@ def unread(file: SourceFile, seen: int) -> int:
     if not file.packed or file.stream is not None:
         return max(file.size - seen, 0)
     with open(file.path, "rb") as raw:
-        with suppress(Exception), OPENERS[file.packed](raw) as stream:
+        stream = OPENERS[file.packed](raw)
+        with suppress(Exception):
             while stream.read(1 << 20):
                 pass
         return round(seen * max(file.size / max(raw.tell(), 1) - 1, 0))

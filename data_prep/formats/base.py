@@ -179,10 +179,62 @@ def printable(path: str) -> str:
 
 # Bytes.
 
+
+class ByteStream(io.RawIOBase):
+    """An unbuffered stream of the bytes that an iterator yields."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer with bytes of one part; returns their number, 0 at the end."""
+        while not self._rest and (part := next(self._parts, None)) is not None:
+            self._rest = memoryview(part)
+        number = min(len(buffer), len(self._rest))
+        buffer[:number], self._rest = self._rest[:number], self._rest[number:]
+        return number
+
+
+def stream_of(parts: Iterator[bytes]) -> IO[bytes]:
+    """Returns a buffered stream of the bytes that an iterator yields."""
+    return io.BufferedReader(ByteStream(parts))
+
+
+def _decompressed(raw: IO[bytes], new_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Yields the content of compressed streams that stand one after another, perhaps with zeros between them.
+
+    Unlike `bz2.open` and `lzma.open`, it does not pass over all that follows a damaged stream.
+    """
+    decoder: Any = None
+    while block := raw.read(1 << 13):
+        while decoder or (block := block.lstrip(b"\0")):
+            decoder = decoder or new_decoder()
+            yield decoder.decompress(block, CHUNK)
+            block = b""
+            if decoder.eof:
+                block, decoder = decoder.unused_data, None
+            elif decoder.needs_input:
+                break
+    if decoder:
+        raise EOFError("it ends inside a compressed stream")
+
+
+def _recoded(stream: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """Yields text as UTF-8; what is not of its encoding becomes U+FFFD."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    while data := stream.read(CHUNK):
+        yield decoder.decode(data).encode(UTF8, "replace")
+    yield decoder.decode(b"", True).encode(UTF8, "replace")
+
+
 OPENERS: dict[str, Callable[[Any], Any]] = {
     "gz": gzip.open,
-    "bz2": bz2.open,
-    "xz": lzma.open,
+    "bz2": lambda raw: stream_of(_decompressed(raw, bz2.BZ2Decompressor)),
+    "xz": lambda raw: stream_of(_decompressed(raw, lzma.LZMADecompressor)),
     "zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
     "lz4": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "lz4")),
 }
@@ -212,27 +264,7 @@ def open_bytes(file: SourceFile) -> Iterator[IO[bytes]]:
         if file.encoding == UTF8:
             yield stream
         else:
-            yield io.BufferedReader(_Recoded(stream, file.encoding))
-
-
-class _Recoded(io.RawIOBase):
-    """A stream of text as UTF-8; what is not of its encoding becomes U+FFFD."""
-
-    def __init__(self, stream: IO[bytes], encoding: str) -> None:
-        self._stream, self._rest = stream, b""
-        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest and (data := self._stream.read(CHUNK)):
-            self._rest = self._decoder.decode(data).encode(UTF8, "replace")
-        if not self._rest:
-            self._rest = self._decoder.decode(b"", True).encode(UTF8, "replace")
-        number = min(len(buffer), len(self._rest))
-        buffer[:number], self._rest = self._rest[:number], self._rest[number:]
-        return number
+            yield stream_of(_recoded(stream, file.encoding))
 
 
 def chunks(stream: Any) -> Iterator[bytes]:

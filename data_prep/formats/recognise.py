@@ -71,15 +71,15 @@ def _is_installed(module: str) -> bool:
 
 
 def _head(stream: Any) -> bytes:
-    """Returns the first bytes of a file; of a damaged one, those that can be read, if there are any."""
+    """Returns the first bytes of a compressed file; of a damaged one, those that can be read, if there are any."""
     head = b""
     try:
-        while len(head) < HEAD_BYTES and (chunk := stream.read(min(512, HEAD_BYTES - len(head)))):
-            head += chunk
+        while len(head) < HEAD_BYTES and (part := stream.read1(512)):
+            head += part
     except Exception:
         if not head:
             raise
-    return head
+    return head[:HEAD_BYTES]
 
 
 def _by_head(file: SourceFile, suffix: str, head: bytes, settings: BuildOptions) -> Entry:

@@ -1,9 +1,10 @@
 """Pages of the Web: HTML files, and the records of WARC and WET files."""
 
 import re
+import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from typing import Any
+from typing import IO, Any
 
 from data_prep.formats import base
 from data_prep.formats.base import Format, Record, SourceFile, bad, declared_encoding, document
@@ -84,7 +85,8 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     from warcio.archiveiterator import ArchiveIterator
 
     with base.open_bytes(file) as stream:
-        for number, record in enumerate(ArchiveIterator(stream)):
+        records = ArchiveIterator(base.ByteStream(_until_damage(stream)))
+        for number, record in enumerate(records):
             if record.rec_type not in ("response", "resource", "conversion"):
                 continue  # requests, and what the crawler notes on itself
             headers = record.http_headers or record.rec_headers
@@ -99,6 +101,17 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
             else:
                 lost = size(text) if kind.startswith("text/") else 0
                 yield bad(file, name, "pages_not_text", kind or "no Content-Type", lost)
+            record.raw_stream.read()
+            if record.raw_stream.limit:  # number of bytes that the record still should have
+                raise EOFError("it ends inside a record")
+
+
+def _until_damage(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the bytes of a stream; warcio would take an EOFError for the end of the file."""
+    try:
+        yield from base.chunks(stream)
+    except EOFError as error:
+        raise zlib.error(str(error)) from error
 
 
 base.register(

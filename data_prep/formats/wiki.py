@@ -105,6 +105,8 @@ def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
             while not stream.eof and (chunk := raw.read(1 << 20)):
                 text += stream.decompress(chunk)
             yield text
+            if not stream.eof:
+                raise EOFError("it ends inside a compressed stream")
 
 
 base.register(

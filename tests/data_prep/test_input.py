@@ -4,6 +4,7 @@ import bz2
 import gzip
 import itertools
 import json
+import lzma
 import os
 import socket
 import sys
@@ -29,6 +30,7 @@ from data_prep.settings import RULES, BuildOptions
 from data_prep.sources import list_inputs
 from multicls.errors import UserError
 from tests.data_prep.conftest import prepared, story
+from tests.data_prep.test_ledger import crawl
 
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
 LINE = json.dumps({"text": "The cat sat."}) + "\n"
@@ -390,6 +392,48 @@ def test_a_damaged_share_has_lost_its_own_text_only(tmp_path: Path) -> None:
     documents = read_all(tmp_path / "dump.xml", large=500)
     assert len(documents) == 41 and documents[-1].reason == "records_file_damaged"
     assert 0 < documents[-1].characters < 500
+
+
+def compressor(name: str) -> Any:
+    """A function that compresses bytes as one stream."""
+    codec = {"zst": "zstd"}.get(name, name)
+    return lambda data: bytes(pa.Codec(codec).compress(data, asbytes=True))
+
+
+PACKERS: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+PACKERS |= {name: compressor(name) for name in ("zst", "lz4")}
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_nothing_after_damage_is_passed_over_in_silence(packed: str, tmp_path: Path) -> None:
+    """Of three streams the second has no beginning, or the last has no end. Zeros between streams are no damage."""
+    streams = [PACKERS[packed](f"{story(400, n)}\n".encode()) for n in range(3)]
+    path, text = tmp_path / f"a.txt.{packed}", "\n".join(story(400, n) for n in range(3))
+    zeros = b"" if packed in ("zst", "lz4") else bytes(64)
+    path.write_bytes(zeros.join([*streams, b""]))
+    (document,) = read_all(path)
+    assert document.text == text
+    first, second, last = streams
+    for content in (first + b"torn" + second[4:] + last, b"".join(streams)[:-9]):
+        path.write_bytes(content)
+        *documents, lost = read_all(path)
+        assert lost.reason == "records_file_damaged"
+        assert all(text.startswith(document.text) for document in documents)
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a-multistream.xml.bz2"])
+def test_of_an_archive_that_is_cut_off_all_that_is_whole_is_read(name: str, tmp_path: Path) -> None:
+    """And the end is reported, also in the last share of a dump."""
+    parts = [crawl([story(9, n)]) for n in range(3)]
+    if "xml" in name:
+        parts = [f"<mediawiki>{PAGE}".encode(), PAGE.encode(), PAGE.encode()]
+    if packed := name.split(".")[2:]:
+        parts = list(map(PACKERS[packed[0]], parts))
+    (tmp_path / name).write_bytes(b"".join(parts)[:-40])
+    records = read_all(tmp_path / name, large=len(parts[0]))
+    assert len(records) >= 3 and dropped(records[:2]) == []
+    assert dropped(records) == ["records_file_damaged"]
+    assert records[1].text == ("A cat." if "xml" in name else story(9, 1))
 
 
 def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
