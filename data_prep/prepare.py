@@ -102,7 +102,7 @@ def prepare(
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 folders = [work / unit.key for unit in job.units]
                 is_dropped = "duplicate_documents" in options.rules
-                copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
+                copies = merge.find_copies(folders, is_dropped, options.near_duplicates, pool)
                 tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
                 merged = merge.merge(folders, copies, output, size, shard_bytes, pool)

@@ -11,7 +11,7 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import IO, Any, Literal, NamedTuple
 
@@ -113,7 +113,7 @@ class Format(NamedTuple):
     begins: re.Pattern[str] | None = None  # the first characters, without blanks before them
     magic: re.Pattern[bytes] | None = None  # the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
-    fields: Callable[[SourceFile], list[str]] | None = None  # of its first records
+    fields: Callable[[SourceFile], Iterable[str]] | None = None  # of its first records
     layout: Layout = "plain"
     needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
 

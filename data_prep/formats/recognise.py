@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -51,8 +52,7 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
     if isinstance(found, Skipped):
         return found
     chosen = FORMATS[found.format]
-    names = chosen.fields(found) if chosen.fields else []
-    if missing := missing_fields(settings, names):
+    if chosen.fields and (missing := missing_fields(settings, chosen.fields(found))):
         return file.skipped("missing_field", missing)
     module, command = chosen.needs
     is_needed = chosen.name != "html" or "main_text" in settings.rules
@@ -147,11 +147,19 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(base)[1] if suffix[1:] in OPENERS else suffix
 
 
-def missing_fields(settings: BuildOptions, names: list[str]) -> str:
-    """Returns the text fields that records with `names` lack, with the nearest known name; "" if they lack none."""
-    missing = [field for field in settings.text_field if field not in names]
-    if not names or not missing:
+def missing_fields(settings: BuildOptions, found: Iterable[str]) -> str:
+    """Returns the text fields that are not among those `found`, with the nearest of these; "" if none is missing.
+
+    It looks at no more of them than it needs, and where there are none, it cannot say.
+    """
+    names = dict[str, None]()
+    for name in found:
+        names[name] = None
+        if names.keys() >= set(settings.text_field):
+            return ""
+    if not names:
         return ""
+    missing = [field for field in settings.text_field if field not in names]
     likely = [name for name in names if re.fullmatch(r"[\w .-]{1,40}", name)]
     hint = did_you_mean(missing[0], likely) or " The first line is no header."
     return f"{' and '.join(map(repr, missing))}.{hint}".rstrip(".")

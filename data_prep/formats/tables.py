@@ -188,13 +188,11 @@ def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
         raise EOFError("it ends inside an object, or is no JSON")
 
 
-def _first_fields(read: Rows, file: SourceFile) -> list[str]:
-    """Returns the paths of all fields of the first rows of a file."""
-    names = list[str]()
+def _first_fields(read: Rows, file: SourceFile) -> Iterator[str]:
+    """Yields the paths of all fields of the first rows of a file."""
     with suppress(Exception):  # of a damaged file, those before the damage
         for _, row in islice(read(file, ()), ROWS):
-            names += _paths(row)
-    return list(dict.fromkeys(names))
+            yield from _paths(row)
 
 
 def _paths(value: Any, prefix: str = "") -> list[str]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path)
         row = corpus.row(number)
         words = sum(len(sentence.split()) + 1 for sentence in stories[name].split(".")[:-1])
         assert (row.source, len(row.tokens)) == (name, words)
-        assert row.counts.tolist() == [row.tokens.tolist().count(i) for i in row.tokens]
+        occurrences = Counter(row.tokens.tolist())
+        assert row.counts.tolist() == [occurrences[token] for token in row.tokens.tolist()]
         passages = max(1, round(words / 1000))
         counts = (1, 1, stories[name].count("."), words, passages)
         expected[name] = dict(zip(COUNTS, counts, strict=True))
@@ -149,12 +151,12 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     for folder, hashes in zip(folders, units, strict=True):
         folder.mkdir()
         np.save(folder / build.HASHES_FILE, hashes[None])
-    found = merge.find_copies(folders, range(1), None)
+    found = merge.find_copies(folders, True, "keep", None)
     for hashes, copies in zip(units, found, strict=True):
         for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
-            assert is_copy == (value in seen)
+            assert is_copy == (value in seen) * merge.SAME
             seen.add(value)
-    assert not np.concatenate(merge.find_copies(folders, range(0), None)).any()
+    assert not np.concatenate(merge.find_copies(folders, False, "keep", None)).any()
 
 
 # Determinism and interruptions.
@@ -691,7 +693,7 @@ def test_a_sentence_has_at_most_8191_tokens(corpus_of: Make) -> None:
 
 
 def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "write_shard", lambda *_: 1 / 0)
+    monkeypatch.setattr(build, "write_tables", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         corpus_of([story(9)])
     assert "in.jsonl" in caught.value.__notes__[0]
