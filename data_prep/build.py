@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, compress, groupby, takewhile
 from pathlib import Path
@@ -93,7 +94,7 @@ def build_unit(
     with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
         folder = Path(scratch, unit.key)
         folder.mkdir()
-        with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
+        with open_dropped(folder / DROPPED_TEXT, settings.keep_dropped) as file:
             rows = load_evaluation_rows(evaluation) if evaluation else None
             builder = _Builder(settings, load_encoder(tokenizer), Ledger(file=file), rows)
             documents = builder.encode(builder.clean(unit))
@@ -115,7 +116,7 @@ def build_unit(
     return ""
 
 
-def keeper(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
+def open_dropped(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
     """Opens the file for all that is dropped, if it is wanted."""
     return atomic_write(path) if is_wanted else nullcontext()
 
@@ -141,7 +142,8 @@ def _batched(
         yield batch
 
 
-class _Builder(NamedTuple):
+@dataclass
+class _Builder:
     """The steps from files to documents; each enters into `ledger` what it leaves out."""
 
     settings: BuildOptions

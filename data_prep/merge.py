@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, keeper
+from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, open_dropped
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
@@ -114,7 +114,7 @@ def write_group(target: Path, files: list[RowsFile], vocabulary_size: int) -> Pa
         if read_json(record)["state"] == [state.st_size, state.st_mtime_ns]:
             return record
     keeps_text = (files[0].folder / DROPPED_TEXT).exists()
-    with keeper(record.with_suffix(".jsonl"), keeps_text) as text:
+    with open_dropped(record.with_suffix(".jsonl"), keeps_text) as text:
         copies = Ledger(file=text)
         for file in files:
             _count_copies(file, copies)

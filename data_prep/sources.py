@@ -191,10 +191,10 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     except Exception as error:
         if reason := getattr(error, "strerror", ""):
             return file.skipped("unreadable", reason)
-        return file.skipped("damaged", damage(file, error))
+        return file.skipped("damaged", describe_damage(file, error))
 
 
-def damage(file: SourceFile, error: Exception) -> str:
+def describe_damage(file: SourceFile, error: Exception) -> str:
     """Returns how a file is damaged, from the error that reading it raised.
 
     A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.

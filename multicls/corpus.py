@@ -128,8 +128,8 @@ def join_shards(path: str | Path, parts: Sequence[Path]) -> None:
 def filter_shard(path: str | Path, part: Path, kept: np.ndarray) -> None:
     """Writes the rows of a shard that `kept`, (R,) bool, marks as another shard, atomically."""
     table = _mapped(part).filter(pa.array(kept))
-    source = table["source"].combine_chunks().cast(pa.string()).dictionary_encode()
-    write_tables(path, [table.set_column(table.schema.get_field_index("source"), "source", source)])
+    source = table["source"].cast(pa.string()).dictionary_encode()  # of the sources that stay
+    write_tables(path, [table.set_column(0, "source", source)])
 
 
 def _mapped(path: Path) -> pa.Table:

@@ -102,7 +102,7 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
                 lost = size(text) if kind.startswith("text/") else 0
                 yield bad(file, name, "pages_not_text", kind or "no Content-Type", lost)
             record.raw_stream.read()
-            if record.raw_stream.limit:  # number of bytes that the record still should have
+            if getattr(record.raw_stream, "limit", 0):  # bytes that should follow, by its header
                 raise EOFError("it ends inside a record")
 
 

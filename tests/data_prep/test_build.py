@@ -178,8 +178,6 @@ def write(path: Path, text: str, date: int = 1) -> None:
     os.utime(path, (date, date))
 
 
-STOPS = [("os.rename", share) for share in (0.3, 0.6, 0.85, 1.0)]
-STOPS += [("shutil.rmtree", 1.0)]  # after the manifest
 LEFT: dict[str, int] = {}
 EVENTS: dict[str, int] = {}  # number of events of a whole run, by event and settings
 FRESH: dict[str, Path] = {}  # corpus of a fresh run, by the change of its input
@@ -226,21 +224,16 @@ def remove_first(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda folder: None, change_input, remove_first])
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.85, 1.0])
 def test_a_stopped_run_continues(
-    stop: tuple[str, float],
+    share: float,
     change: Any,
     texts: Path,
     tiny_tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     # The output may lie in the input.
-    prepare_until(*stop, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
-    if (texts / "out" / "manifest.json").exists():
-        assert (texts / "out" / "work").exists() and "rmtree" in stop[0]
-        prepared(tiny_tokenizer, texts / "out", texts, keep_dropped=True).verify()
-        assert not (texts / "out" / "work").exists()
-        return
+    prepare_until("os.rename", share, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
     with pytest.raises(UserError, match="not a finished corpus"):
         Corpus(texts / "out")
     foreign = [texts / "out" / name for name in (".x", ".manifest.json.bak", "shard-notes.arrow")]
@@ -256,6 +249,25 @@ def test_a_stopped_run_continues(
         fresh = FRESH[change.__name__] = tmp_path_factory.mktemp("fresh") / "out"
         prepared(tiny_tokenizer, fresh, texts, keep_dropped=True)
     same_files(FRESH[change.__name__], out)
+
+
+def test_files_of_rows_are_the_same_however_documents_become_columns(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = {"shard_tokens": 300, "near_duplicates": "report"}
+    prepared(tiny_tokenizer, tmp_path / "whole", texts, **settings)
+    monkeypatch.setattr(build, "GROUP_TOKENS", 1)  # each alone
+    prepared(tiny_tokenizer, tmp_path / "out", texts, **settings)
+    same_files(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_run_that_is_stopped_after_the_manifest_removes_its_work(
+    texts: Path, tiny_tokenizer: Path
+) -> None:
+    prepare_until("shutil.rmtree", 1.0, tiny_tokenizer, texts / "out", texts)
+    assert (texts / "out" / "manifest.json").exists() and (texts / "out" / "work").exists()
+    prepared(tiny_tokenizer, texts / "out", texts).verify()
+    assert not (texts / "out" / "work").exists()
 
 
 def test_files_of_units_are_joined_to_shards_of_a_size(

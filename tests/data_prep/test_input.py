@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 
 from data_prep.clean import clean
 from data_prep.formats import FORMATS, base
-from data_prep.formats.base import BadRecord, Skipped, SourceFile
+from data_prep.formats.base import BadRecord, SourceFile
 from data_prep.formats.recognise import HEAD_BYTES
-from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
+from data_prep.prepare import group_units
 from data_prep.read import read_documents
-from data_prep.settings import RULES, BuildOptions
-from data_prep.sources import list_inputs
+from data_prep.settings import RULES
 from multicls.errors import UserError
-from tests.data_prep.conftest import prepared, story
+from tests.data_prep.conftest import listed, options, prepared, read_all, story
 from tests.data_prep.test_ledger import crawl
 
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
@@ -110,21 +109,6 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "no.parquet": (b"PAR1", "parquet", ["records_file_damaged"], 0),
     ".hidden.txt": ("The cat sat.", "hidden", [], 0),
 }  # fmt: skip
-
-
-def options(*inputs: object, **values: Any) -> BuildOptions:
-    return BuildOptions(input=list(map(str, inputs)), tokenizer="sample", output="", **values)
-
-
-def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipped]]:
-    return list_inputs(options(*inputs, **values))
-
-
-def read_all(*inputs: object, **values: Any) -> list[Any]:
-    large, chosen = values.pop("large", LARGE_UNIT), options(*inputs, **values)
-    units = group_units(list_inputs(chosen)[0], {}, SMALL_UNIT, large)
-    shares = [file for unit in units for file in unit.files]
-    return [document for file in shares for document in read_documents(file, chosen)]
 
 
 def dropped(records: list[Any]) -> list[str]:
@@ -475,6 +459,22 @@ def test_a_field_of_several_that_is_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("title,body\nA cat,It ran.\n")
     with pytest.raises(UserError, match=r"\('bdy'\. Did you mean 'body'\?\); --text_field"):
         listed(tmp_path / "rows.csv", text_field=["title", "bdy"])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_listing_reads_no_further_than_the_row_that_has_all_fields(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"title": "A cat"}\n' * (rows - 1) + LINE * 99)
+    read, loads = list[str](), json.loads
+
+    def counted(text: str) -> Any:
+        read.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counted)
+    listed(tmp_path / "rows.jsonl")
+    assert len(read) == rows
 
 
 def test_html_in_fields_and_what_only_looks_like_it(tmp_path: Path) -> None:
