@@ -14,13 +14,15 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, compress, takewhile
+from itertools import chain, compress, groupby, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from data_prep.clean import clean
 from data_prep.encode import TextEncoder
@@ -30,12 +32,14 @@ from data_prep.overlap import BANDS, EvaluationRows, band_keys, load_evaluation_
 from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import has_changed
-from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, write_shard
+from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, table_of, write_tables
 from multicls.files import atomic_write, write_json
 
 DOCUMENTS_FILE, HASHES_FILE, DROPPED_TEXT = "documents.npy", "hashes.npy", "dropped.jsonl"
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
+GROUP_TOKENS = 1 << 20  # of documents that become columns together; until then each takes 2 KB more
+DOCUMENT_TOKENS = 128  # whose memory a document takes besides
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
 DOCUMENT = np.dtype([("file", "u4"), ("rows", "u4"), ("characters", "u8"), ("members", "u4")])
@@ -90,7 +94,7 @@ def build_unit(
     with TemporaryDirectory(prefix=f".{unit.key}.", dir=work) as scratch:
         folder = Path(scratch, unit.key)
         folder.mkdir()
-        with keeper(folder / DROPPED_TEXT, settings.keep_dropped) as file:
+        with open_dropped(folder / DROPPED_TEXT, settings.keep_dropped) as file:
             rows = load_evaluation_rows(evaluation) if evaluation else None
             builder = _Builder(settings, load_encoder(tokenizer), Ledger(file=file), rows)
             documents = builder.encode(builder.clean(unit))
@@ -112,7 +116,7 @@ def build_unit(
     return ""
 
 
-def keeper(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
+def open_dropped(path: Path, is_wanted: bool) -> AbstractContextManager[IO[str] | None]:
     """Opens the file for all that is dropped, if it is wanted."""
     return atomic_write(path) if is_wanted else nullcontext()
 
@@ -138,7 +142,8 @@ def _batched(
         yield batch
 
 
-class _Builder(NamedTuple):
+@dataclass
+class _Builder:
     """The steps from files to documents; each enters into `ledger` what it leaves out."""
 
     settings: BuildOptions
@@ -213,10 +218,12 @@ class _Builder(NamedTuple):
     ) -> Iterator[Document]:
         """Yields a document without the sentences that have no token or too many, if any are left."""
         kept = (lengths > 0) & (lengths <= MOST_TOKENS)
-        for i in np.flatnonzero(~kept):
-            reason = "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
-            self.ledger.add(reason, raw, sentences[i], size(sentences[i]))
         if not kept.all():
+            for i in np.flatnonzero(~kept):
+                reason = (
+                    "sentences_of_too_many_tokens" if lengths[i] else "sentences_without_tokens"
+                )
+                self.ledger.add(reason, raw, sentences[i], size(sentences[i]))
             sentences = list(compress(sentences, kept))
             tokens, lengths = tokens[np.repeat(kept, lengths)], lengths[kept]
         if not sentences:
@@ -279,28 +286,45 @@ def _hash(data: bytes) -> int:
 def _write(
     folder: Path, documents: Iterable[Document], shard_tokens: int, with_bands: bool
 ) -> None:
-    """Writes the rows of a unit; keeps at most `shard_tokens` tokens and one document in memory."""
-    table, hashes = list[tuple[int, ...]](), list[list[int]]()
-    batches = _batched(documents, lambda document: len(document.tokens), shard_tokens)
-    for number, batch in enumerate(batches):
-        rows = [list(rows_of(document)) for document in batch]
-        write_shard(folder / f"rows-{number}.arrow", list(chain.from_iterable(rows)))
-        for document, parts in zip(batch, rows, strict=True):
-            table.append((number, len(parts), document.characters, document.members))
-            bands = band_keys(document.tokens) if with_bands else []
-            hashes.append([document.hash, *bands])
-    np.save(folder / DOCUMENTS_FILE, np.array(table, DOCUMENT))
-    columns = np.array(hashes, np.uint64).reshape(len(hashes), 1 + BANDS * with_bands)
-    np.save(folder / HASHES_FILE, np.ascontiguousarray(columns.T))
+    """Writes the rows of a unit; keeps the columns of one file of rows in memory."""
+    entries = [np.zeros(0, DOCUMENT)]
+    hashes = [np.zeros((0, 1 + BANDS * with_bands), np.uint64)]
+    numbered = _numbered(documents, shard_tokens)
+    for number, group in groupby(numbered, key=lambda pair: pair[0]):
+        tables = list[pa.Table]()
+        of_file = (document for _, document in group)
+        for batch in _batched(of_file, lambda d: DOCUMENT_TOKENS + len(d.tokens), GROUP_TOKENS):
+            rows = [list(rows_of(document)) for document in batch]
+            tables.append(table_of(list(chain.from_iterable(rows))))
+            both = zip(batch, rows, strict=True)
+            entry = [(number, len(parts), d.characters, d.members) for d, parts in both]
+            entries.append(np.array(entry, DOCUMENT))
+            keys = ([d.hash, *(band_keys(d.tokens) if with_bands else [])] for d in batch)
+            hashes.append(np.array(list(keys), np.uint64))
+        write_tables(folder / f"rows-{number}.arrow", tables)
+    np.save(folder / DOCUMENTS_FILE, np.concatenate(entries))
+    np.save(folder / HASHES_FILE, np.ascontiguousarray(np.concatenate(hashes).T))
+
+
+def _numbered(documents: Iterable[Document], limit: int) -> Iterator[tuple[int, Document]]:
+    """Yields each document with the number of its file; a file ends as soon as it has `limit` tokens."""
+    number = tokens = 0
+    for document in documents:
+        yield number, document
+        tokens += len(document.tokens)
+        if tokens >= limit:
+            number, tokens = number + 1, 0
 
 
 def rows_of(document: Document) -> Iterator[ShardRow]:
     """Yields the rows of a document: several of about equal length if it exceeds `MAX_TOKENS`."""
     raw, tokens, lengths = document.raw, document.tokens, document.lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max()))) if len(tokens) > MAX_TOKENS else 1
-    targets = len(tokens) * np.arange(1, count) / count
-    cuts = [0, *(np.searchsorted(offsets[1:], targets) + 1).tolist(), len(lengths)]
+    offsets, cuts = np.zeros(len(lengths) + 1, np.int64), [0, len(lengths)]
+    np.cumsum(lengths, out=offsets[1:])
+    if len(tokens) > MAX_TOKENS:
+        count = -(-len(tokens) // (MAX_TOKENS - int(lengths.max())))
+        targets = len(tokens) * np.arange(1, count) / count
+        cuts[1:1] = (np.searchsorted(offsets[1:], targets) + 1).tolist()
     for first, end in zip(cuts, cuts[1:], strict=False):
         bounds = offsets[first : end + 1]
         span = tokens[bounds[0] : bounds[-1]]

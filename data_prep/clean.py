@@ -149,9 +149,8 @@ def unwrap(lines: list[str], is_typeset: bool = False) -> tuple[list[str], int]:
     filled = [line for line in lines if line.strip()]
     lines = [line.expandtabs().rstrip() if "\t" in line else line.rstrip() for line in lines]
     may_join = [bool(a and b) and not _begins_paragraph(a, b) for a, b in pairwise(["", *lines])]
-    places = np.flatnonzero(may_join)
-    places = places[:: len(places) // BREAKS + 1].tolist()
-    breaks = [(lines[i - 1], lines[i]) for i in places]
+    places = [i for i, joins in enumerate(may_join) if joins]
+    breaks = [(lines[i - 1], lines[i]) for i in places[:: len(places) // BREAKS + 1]]
     if not breaks:
         return filled, 0
     sample = "".join(filled[:: len(filled) // 400 + 1])

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, keeper
+from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, open_dropped
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
@@ -67,7 +67,7 @@ def merge(
     shard_bytes: int,
     pool: Pool,
 ) -> Merged:
-    """Writes the shards of all units into `output`, without `copies`, which `find_all_copies` returns."""
+    """Writes the shards of all units into `output`, without `copies`, which `find_copies` returns."""
     groups, size, ledger = list[list[RowsFile]](), float(shard_bytes), Ledger()
     for folder, kinds in zip(folders, copies, strict=True):
         ledger.merge(read_json(folder / "drops.json"))
@@ -114,7 +114,7 @@ def write_group(target: Path, files: list[RowsFile], vocabulary_size: int) -> Pa
         if read_json(record)["state"] == [state.st_size, state.st_mtime_ns]:
             return record
     keeps_text = (files[0].folder / DROPPED_TEXT).exists()
-    with keeper(record.with_suffix(".jsonl"), keeps_text) as text:
+    with open_dropped(record.with_suffix(".jsonl"), keeps_text) as text:
         copies = Ledger(file=text)
         for file in files:
             _count_copies(file, copies)
@@ -195,22 +195,32 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def find_copies(folders: list[Path], columns: range, pool: Pool) -> list[np.ndarray]:
-    """Returns for each unit, (D,) bool, which documents have a hash of an earlier one in a column of `HASHES_FILE`.
+def find_copies(
+    folders: list[Path], exact: bool, near: Literal["keep", "report", "drop"], pool: Pool
+) -> list[np.ndarray]:
+    """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
 
-    A call finds those with hashes that are equal modulo the number of calls, so that no process holds all of them.
+    They have a hash of an earlier one in a column of `HASHES_FILE`. A document of which an earlier one is a near copy
+    is one itself, also if that one goes. A call finds those with hashes that are equal modulo the number of calls, so
+    that no process holds all of them.
     """
     paths = [folder / HASHES_FILE for folder in folders]
     sizes = [np.load(path, mmap_mode="r").shape[1] for path in paths]
-    repeated, parts = np.zeros(sum(sizes), bool), 1 + sum(sizes) // PART
+    kinds, parts = np.zeros(sum(sizes), np.uint8), 1 + sum(sizes) // PART
+    columns = [0] if exact else []
+    columns += range(1, 1 if near == "keep" else 1 + BANDS)
     calls = [(part, parts, paths, column) for column in columns for part in range(parts)]
-    for _, found in run_all(copies_in_part, calls, pool):
-        repeated[found] = True
-    return np.split(repeated, np.cumsum(sizes)[:-1])
+    for number, found in run_all(copies_in_part, calls, pool):
+        kind = (NEAR if near == "drop" else SIMILAR) if columns[number // parts] else SAME
+        kinds[found] = np.maximum(kinds[found], kind)
+    return np.split(kinds, np.cumsum(sizes)[:-1])
 
 
 def copies_in_part(part: int, parts: int, paths: list[Path], column: int) -> np.ndarray:
-    """Returns the indices, over all units, of copies whose hashes are `part` modulo `parts`."""
+    """Returns the indices, over all units, of documents of which an earlier one has the same hash in a column.
+
+    The hashes of a call are `part` modulo `parts`.
+    """
     hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
     for path in paths:
         of_unit = np.load(path, mmap_mode="r")[column]
@@ -222,17 +232,3 @@ def copies_in_part(part: int, parts: int, paths: list[Path], column: int) -> np.
     order = np.argsort(joined, kind="stable")  # equal hashes stay in the order of the input
     is_copy = joined[order[1:]] == joined[order[:-1]]
     return np.concatenate(indices)[order[1:][is_copy]]
-
-
-def find_all_copies(
-    folders: list[Path], exact: bool, near: Literal["keep", "report", "drop"], pool: Pool
-) -> list[np.ndarray]:
-    """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
-
-    A document of which an earlier one is a near copy is one itself, also if that one goes.
-    """
-    kind = NEAR if near == "drop" else SIMILAR
-    same = find_copies(folders, range(int(exact)), pool)
-    alike = find_copies(folders, range(1, 1 if near == "keep" else 1 + BANDS), pool)
-    both = zip(same, alike, strict=True)
-    return [np.where(one, SAME, np.where(other, kind, 0)).astype(np.uint8) for one, other in both]

@@ -45,6 +45,13 @@ LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio"
 Pool = Executor | None  # None: this process does all
 
 
+def count_cores() -> int:
+    """Returns the number of cores of this process; of a container, its quota."""
+    from dask.system import CPU_COUNT
+
+    return int(CPU_COUNT)
+
+
 @contextmanager
 def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
     """Opens an executor of Dask: processes of this machine, or a cluster that runs already (its file or address).

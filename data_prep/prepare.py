@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from dask.system import CPU_COUNT  # of a container, its quota
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ from data_prep.formats import FORMATS
 from data_prep.formats.base import Skipped, SourceFile
 from data_prep.ledger import remedies
 from data_prep.overlap import SHORTEST_GRAM, read_evaluation_rows
-from data_prep.pool import Pool, open_pool, run_all
+from data_prep.pool import Pool, count_cores, open_pool, run_all
 from data_prep.settings import BuildOptions
 from data_prep.sources import list_inputs
 from multicls.console import count, print_line, progress_bar
@@ -45,7 +44,7 @@ SMALL_UNIT = 12 << 20  # bytes of small files together: progress is seen, and al
 LARGE_UNIT = 64 << 20  # bytes of a share of a file that can be cut
 CHANGES = 3  # of the input while it is read, after which a run ends
 LEAST_WEIGHT = 1 << 12  # bytes that take as long to read as a file takes to open
-UNITS_VERSION = 7  # of the files of a unit
+UNITS_VERSION = 8  # of the files of a unit
 PACKAGES = ("mwparserfromhell", "numpy", "pyarrow", "sentencex", "tokenizers")
 ARRAYS = ("numpy", "pyarrow")
 MINHASH = "datasketch"
@@ -91,7 +90,7 @@ def prepare(
             print_line(f"already finished: {output}")
             return Corpus(output)
         try:
-            workers = min(options.workers or CPU_COUNT, len(job.units))
+            workers = min(options.workers or count_cores(), len(job.units))
             with open_pool(workers, options.scheduler) as pool:
                 for _ in range(CHANGES):
                     changed = _build(job, options, work, shard_tokens, pool)
@@ -103,7 +102,7 @@ def prepare(
                     raise UserError(f"{changed}: keeps changing; wait for the end of its writer.")
                 folders = [work / unit.key for unit in job.units]
                 is_dropped = "duplicate_documents" in options.rules
-                copies = merge.find_all_copies(folders, is_dropped, options.near_duplicates, pool)
+                copies = merge.find_copies(folders, is_dropped, options.near_duplicates, pool)
                 tokenizer = Tokenizer.from_str(job.tokenizer_files["tokenizer.json"].decode())
                 size = tokenizer.get_vocab_size(with_added_tokens=True)
                 merged = merge.merge(folders, copies, output, size, shard_bytes, pool)

@@ -8,7 +8,7 @@ from data_prep.formats.base import OPENERS, BadRecord, Record, SourceFile, bad
 from data_prep.formats.text import join_rows
 from data_prep.ledger import size
 from data_prep.settings import BuildOptions
-from data_prep.sources import damage
+from data_prep.sources import describe_damage
 from multicls.errors import UserError
 
 
@@ -28,7 +28,7 @@ def _to_the_damage(file: SourceFile, settings: BuildOptions) -> Iterator[Record]
     except UserError:
         raise
     except Exception as error:
-        text = damage(file, error)
+        text = describe_damage(file, error)
         yield bad(file, f"{file.start}-damaged", "records_file_damaged", text, unread(file, seen))
 
 
@@ -37,7 +37,8 @@ def unread(file: SourceFile, seen: int) -> int:
     if not file.packed or file.stream is not None:
         return max(file.size - seen, 0)
     with open(file.path, "rb") as raw:
-        with suppress(Exception), OPENERS[file.packed](raw) as stream:
+        stream = OPENERS[file.packed](raw)
+        with suppress(Exception):
             while stream.read(1 << 20):
                 pass
         return round(seen * max(file.size / max(raw.tell(), 1) - 1, 0))

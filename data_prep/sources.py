@@ -87,6 +87,7 @@ def _walk(source: str, root: str, output: str) -> Iterator[Entry]:
         yield _file(source, root, os.path.basename(root))
         return
     folders, left_out = [root], os.path.realpath(output) if output else ""
+    below = len(os.path.join(root, ""))  # where the name of a file begins in its path
     while folders:
         folder = folders.pop()
         try:  # not by walk(), which passes over folders that cannot be read
@@ -96,7 +97,7 @@ def _walk(source: str, root: str, output: str) -> Iterator[Entry]:
             continue
         for item in items:
             if not item.is_dir(follow_symlinks=False):
-                yield _file(source, item.path, os.path.relpath(item.path, root))
+                yield _file(source, item.path, item.path[below:])
             elif item.name.startswith("."):
                 yield Skipped(printable(item.path), "hidden")
             elif os.path.realpath(item.path) != left_out:
@@ -179,21 +180,21 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     """Returns the file with its format, from its first bytes, or the reason to skip it."""
     if isinstance(file, Skipped):
         return file
-    name, path = file.name, printable(file.path)
-    if "/." in f"/{name}":
-        return Skipped(path, "hidden", file.size)
-    is_excluded = any(fnmatchcase(name, pattern) for pattern in settings.exclude)
-    if is_excluded or not any(fnmatchcase(name, pattern) for pattern in settings.include or ["*"]):
-        return Skipped(path, "excluded", file.size)
+    if "/." in f"/{file.name}":
+        return file.skipped("hidden")
+    is_excluded = any(fnmatchcase(file.name, pattern) for pattern in settings.exclude)
+    is_included = any(fnmatchcase(file.name, pattern) for pattern in settings.include)
+    if is_excluded or (settings.include and not is_included):
+        return file.skipped("excluded")
     try:
         return recognise(file, settings)
     except Exception as error:
         if reason := getattr(error, "strerror", ""):
-            return Skipped(path, "unreadable", file.size, reason)
-        return Skipped(path, "damaged", file.size, damage(file, error))
+            return file.skipped("unreadable", reason)
+        return file.skipped("damaged", describe_damage(file, error))
 
 
-def damage(file: SourceFile, error: Exception) -> str:
+def describe_damage(file: SourceFile, error: Exception) -> str:
     """Returns how a file is damaged, from the error that reading it raised.
 
     A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.

@@ -1,5 +1,6 @@
 """Archives: the members of tar and zip files, each read by its own format."""
 
+import re
 import shutil
 import tarfile
 import zipfile
@@ -11,6 +12,7 @@ from data_prep.formats import base
 from data_prep.formats.base import (
     CHUNK,
     FORMATS,
+    ZIP_MAGIC,
     Format,
     Record,
     Skipped,
@@ -82,6 +84,6 @@ def _member(
 
 NAMES = ("tar", "zip")
 base.register(
-    Format("tar", _tar, (".tar", ".tgz"), magic=rb"(?s).{257}ustar"),
-    Format("zip", _zip, (".zip",), magic=rb"PK\x03\x04"),
+    Format("tar", _tar, (".tar", ".tgz"), magic=re.compile(rb"(?s).{257}ustar")),
+    Format("zip", _zip, (".zip",), magic=ZIP_MAGIC),
 )

@@ -11,7 +11,7 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import IO, Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line 
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
 TOO_LONG = "a page or an object of more than 64 MB"
 CHUNK = 1 << 20  # bytes
+ZIP_MAGIC = re.compile(rb"PK\x03\x04")  # of archives, and of documents that are some
 UTF8 = "utf-8"
 
 # What the lines of a text are. plain: text with blank lines between paragraphs; pages: such text, typeset; markdown:
@@ -82,6 +83,10 @@ class SourceFile(NamedTuple):
     def __str__(self) -> str:
         return printable(self.path)
 
+    def skipped(self, reason: str, detail: str = "") -> "Skipped":
+        """Returns the entry of this file if it is not read."""
+        return Skipped(str(self), reason, self.size, detail)
+
 
 class Skipped(NamedTuple):
     """A path that is not read: a reason of `ledger.REASONS`, the bytes that it holds, and a detail."""
@@ -105,10 +110,10 @@ class Format(NamedTuple):
     name: str
     read: Read
     suffixes: tuple[str, ...] = ()
-    begins: str = ""  # pattern of the first characters, from the first that is no blank on
-    magic: bytes = b""  # pattern of the first bytes of a binary format
+    begins: re.Pattern[str] | None = None  # the first characters, without blanks before them
+    magic: re.Pattern[bytes] | None = None  # the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
-    fields: Callable[[SourceFile], list[str]] | None = None  # of its first records
+    fields: Callable[[SourceFile], Iterable[str]] | None = None  # of its first records
     layout: Layout = "plain"
     needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
 
@@ -174,27 +179,75 @@ def printable(path: str) -> str:
 
 # Bytes.
 
+
+class ByteStream(io.RawIOBase):
+    """An unbuffered stream of the bytes that an iterator yields."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer with bytes of one part; returns their number, 0 at the end."""
+        while not self._rest and (part := next(self._parts, None)) is not None:
+            self._rest = memoryview(part)
+        number = min(len(buffer), len(self._rest))
+        buffer[:number], self._rest = self._rest[:number], self._rest[number:]
+        return number
+
+
+def stream_of(parts: Iterator[bytes]) -> IO[bytes]:
+    """Returns a buffered stream of the bytes that an iterator yields."""
+    return io.BufferedReader(ByteStream(parts))
+
+
+def _decompressed(raw: IO[bytes], new_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Yields the content of compressed streams that stand one after another, perhaps with zeros between them.
+
+    Unlike `bz2.open` and `lzma.open`, it does not pass over all that follows a damaged stream.
+    """
+    decoder: Any = None
+    while block := raw.read(1 << 13):
+        while decoder or (block := block.lstrip(b"\0")):
+            decoder = decoder or new_decoder()
+            yield decoder.decompress(block, CHUNK)
+            block = b""
+            if decoder.eof:
+                block, decoder = decoder.unused_data, None
+            elif decoder.needs_input:
+                break
+    if decoder:
+        raise EOFError("it ends inside a compressed stream")
+
+
+def _recoded(stream: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """Yields text as UTF-8; what is not of its encoding becomes U+FFFD."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    while data := stream.read(CHUNK):
+        yield decoder.decode(data).encode(UTF8, "replace")
+    yield decoder.decode(b"", True).encode(UTF8, "replace")
+
+
 OPENERS: dict[str, Callable[[Any], Any]] = {
     "gz": gzip.open,
-    "bz2": bz2.open,
-    "xz": lzma.open,
+    "bz2": lambda raw: stream_of(_decompressed(raw, bz2.BZ2Decompressor)),
+    "xz": lambda raw: stream_of(_decompressed(raw, lzma.LZMADecompressor)),
     "zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
     "lz4": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "lz4")),
 }
-_PACKED = {
-    "gz": rb"\x1f\x8b\x08",
-    "bz2": rb"BZh[1-9]1AY&SY",
-    "xz": rb"\xfd7zXZ\0",
-    "zst": rb"\x28\xb5\x2f\xfd",
-    "lz4": rb"\x04\x22\x4d\x18",
-}
+_PACKED = re.compile(
+    rb"(?P<gz>\x1f\x8b\x08)|(?P<bz2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)"
+    rb"|(?P<lz4>\x04\x22\x4d\x18)"
+)
 
 
 def packing(head: bytes, name: str) -> str:
     """Returns the compression of a file by its first bytes, or else by its suffix; "" if it has none."""
-    for packed, magic in _PACKED.items():
-        if re.match(magic, head):
-            return packed
+    if found := _PACKED.match(head):
+        return str(found.lastgroup)
     suffix = os.path.splitext(name.lower())[1][1:]
     return {"tgz": "gz"}.get(suffix, suffix) if suffix in (*OPENERS, "tgz") else ""
 
@@ -211,27 +264,7 @@ def open_bytes(file: SourceFile) -> Iterator[IO[bytes]]:
         if file.encoding == UTF8:
             yield stream
         else:
-            yield io.BufferedReader(_Recoded(stream, file.encoding))
-
-
-class _Recoded(io.RawIOBase):
-    """A stream of text as UTF-8; what is not of its encoding becomes U+FFFD."""
-
-    def __init__(self, stream: IO[bytes], encoding: str) -> None:
-        self._stream, self._rest = stream, b""
-        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest and (data := self._stream.read(CHUNK)):
-            self._rest = self._decoder.decode(data).encode(UTF8, "replace")
-        if not self._rest:
-            self._rest = self._decoder.decode(b"", True).encode(UTF8, "replace")
-        number = min(len(buffer), len(self._rest))
-        buffer[:number], self._rest = self._rest[:number], self._rest[number:]
-        return number
+            yield stream_of(_recoded(stream, file.encoding))
 
 
 def chunks(stream: Any) -> Iterator[bytes]:
@@ -271,8 +304,8 @@ def lines_of(file: SourceFile) -> Iterator[tuple[int, str]]:
         while is_open or not file.stop or offset < file.stop:
             if not (line := stream.readline(LONGEST_RECORD)):
                 break
-            text = line.decode(UTF8 if offset else "utf-8-sig", "replace")
-            yield offset, text.rstrip("\r\n")
+            text = line if offset else line.removeprefix(codecs.BOM_UTF8)
+            yield offset, text.decode(UTF8, "replace").rstrip("\r\n")
             offset, is_open = offset + len(line), not line.endswith(b"\n")
 
 

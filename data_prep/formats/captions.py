@@ -41,4 +41,7 @@ def _captions(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     yield document(file, 0, stem(file), text, layout=layout, left=tuple(out))
 
 
-register(Format("srt", _captions, (".srt",)), Format("vtt", _captions, (".vtt",), r"WEBVTT\b"))
+register(
+    Format("srt", _captions, (".srt",)),
+    Format("vtt", _captions, (".vtt",), re.compile(r"WEBVTT\b")),
+)

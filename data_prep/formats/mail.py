@@ -13,8 +13,10 @@ from data_prep.ledger import Left, left, size
 from data_prep.settings import BuildOptions
 
 _FROM = re.compile(rb"From \S+.*\d:\d\d.*\d{4}\s*$")  # the line before each message
-_ARCHIVE_BEGINS = r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: "
-_MESSAGE_BEGINS = r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n"
+_ARCHIVE_BEGINS = re.compile(r"From \S+[^\n]*\d:\d\d[^\n]*\d{4}\r?\n[A-Z][\w-]*: ")
+_MESSAGE_BEGINS = re.compile(
+    r"(?:Return-Path|Received|Delivered-To|MIME-Version|Message-ID): [^\n]*\n"
+)
 _QUOTED = re.compile(r"(?m)^(?:[^\n>]{1,200}(?:\n[^\n>]{1,100})?:\n+)?(?:>[^\n]*(?:\n|\Z))+")
 
 

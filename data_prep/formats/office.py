@@ -1,6 +1,7 @@
 """Documents and books: Word (.docx), EPUB and PDF."""
 
 import posixpath
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,7 @@ from data_prep.ledger import left
 from data_prep.settings import BuildOptions
 
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_PDF_READER = ("pypdfium2", "pip install pypdfium2")
 _READ_PARTS = ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml")
 
 
@@ -77,7 +79,7 @@ def _pdf(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 
 register(
-    Format("docx", _docx, (".docx",), magic=rb"PK\x03\x04"),
-    Format("epub", _epub, (".epub",), magic=rb"PK\x03\x04"),
-    Format("pdf", _pdf, (".pdf",), magic=rb"%PDF-", needs=("pypdfium2", "pip install pypdfium2")),
+    Format("docx", _docx, (".docx",), magic=base.ZIP_MAGIC),
+    Format("epub", _epub, (".epub",), magic=base.ZIP_MAGIC),
+    Format("pdf", _pdf, (".pdf",), magic=re.compile(b"%PDF-"), needs=_PDF_READER),
 )

@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -24,14 +25,12 @@ HEAD_BYTES = 1 << 16
 MOST_NULS, MOST_BAD = 1e-3, 5e-3  # shares of the bytes and characters; more are no text of UTF-8
 _MARKDOWN = (".md", ".markdown")
 _PROSE = ("", *_MARKDOWN, ".txt", ".text", ".asc")  # suffixes of text; others are code or data
-_REFUSED = {  # by the first bytes
-    rb"version https://git-lfs\.github\.com/spec/": "lfs_pointer",
-    rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07": "archive",
-    rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|\{\\rtf": "office",
-    rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|OggS\0|fLaC\0|\x1aE\xdf\xa3|II\*\0|MM\0\*": "media",
-    rb"(?s)RIFF.{4}(?:WAVE|AVI |WEBP)|\0\0..ftyp": "media",
-    rb"\xff\xfe|\xfe\xff": "utf16",
-}
+_REFUSED = re.compile(  # by the first bytes; a group names the reason
+    rb"(?P<lfs_pointer>version https://git-lfs\.github\.com/spec/)|(?P<archive>7z\xbc\xaf\x27\x1c|Rar!\x1a\x07)"
+    rb"|(?P<office>\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1|\{\\rtf)|(?P<utf16>\xff\xfe|\xfe\xff)"
+    rb"|(?P<media>\x89PNG|\xff\xd8\xff|GIF8[79]a|ID3[\2-\4]|OggS\0|fLaC\0|\x1aE\xdf\xa3|II\*\0|MM\0\*"
+    rb"|(?s:RIFF.{4}(?:WAVE|AVI |WEBP)|\0\0..ftyp))"
+)
 _REFUSED_SUFFIXES = {".br": "archive", ".rar": "archive", ".7z": "archive", ".odt": "office"}
 _REFUSED_SUFFIXES |= {".xlsx": "office", ".pptx": "office", ".ods": "office", ".odp": "office"}
 _OTHER_XML = re.compile(r"<\?xml|<(?:rss|feed|TEI)\b")
@@ -43,26 +42,24 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
     Raises what reading its first bytes raises.
     """
     with open_bytes(file) as raw:
-        file = file._replace(packed=base.packing(raw.read(16), file.name))
-    with open_bytes(file) as stream:
-        head = _head(stream)
-    found = _by_head(file, head, settings)
+        head = raw.read(HEAD_BYTES)
+    if packed := base.packing(head, file.name):
+        file = file._replace(packed=packed)
+        with open_bytes(file) as stream:
+            head = _head(stream)
+    suffix = suffix_of(file.name)
+    found = _by_head(file, suffix, head, settings)
     if isinstance(found, Skipped):
         return found
     chosen = FORMATS[found.format]
-    names = chosen.fields(found) if chosen.fields else []
-    if missing := missing_fields(settings, names):
-        return _skip(file, "missing_field", missing)
+    if chosen.fields and (missing := missing_fields(settings, chosen.fields(found))):
+        return file.skipped("missing_field", missing)
     module, command = chosen.needs
     is_needed = chosen.name != "html" or "main_text" in settings.rules
     if module and is_needed and not _is_installed(module):
-        return _skip(file, "not_installed", command)
-    is_markdown = settings.format == "auto" and suffix_of(file.name) in _MARKDOWN
+        return file.skipped("not_installed", command)
+    is_markdown = settings.format == "auto" and suffix in _MARKDOWN
     return found._replace(layout=layout_of(settings, "markdown" if is_markdown else chosen.layout))
-
-
-def _skip(file: SourceFile, reason: str, detail: str = "") -> Skipped:
-    return Skipped(base.printable(file.path), reason, file.size, detail)
 
 
 def _is_installed(module: str) -> bool:
@@ -74,63 +71,64 @@ def _is_installed(module: str) -> bool:
 
 
 def _head(stream: Any) -> bytes:
-    """Returns the first bytes of a file; of a damaged one, those that can be read, if there are any."""
+    """Returns the first bytes of a compressed file; of a damaged one, those that can be read, if there are any."""
     head = b""
     try:
-        while len(head) < HEAD_BYTES and (chunk := stream.read(min(512, HEAD_BYTES - len(head)))):
-            head += chunk
+        while len(head) < HEAD_BYTES and (part := stream.read1(512)):
+            head += part
     except Exception:
         if not head:
             raise
-    return head
+    return head[:HEAD_BYTES]
 
 
-def _by_head(file: SourceFile, head: bytes, settings: BuildOptions) -> Entry:
+def _by_head(file: SourceFile, suffix: str, head: bytes, settings: BuildOptions) -> Entry:
     """Returns the file with its format and encoding, or the reason why it is not read."""
-    suffix, is_free = suffix_of(file.name), settings.format in ("auto", "wikipedia")
+    is_free = settings.format in ("auto", "wikipedia")
     if not head:
-        return _skip(file, "empty")
-    refused = next((name for magic, name in _REFUSED.items() if re.match(magic, head)), "")
-    if refused and (refused != "utf16" or settings.encoding == UTF8):
-        return _skip(file, refused)
-    matches = [entry for entry in FORMATS.values() if entry.magic and re.match(entry.magic, head)]
+        return file.skipped("empty")
+    refused = _REFUSED.match(head)
+    if refused and (refused.lastgroup != "utf16" or settings.encoding == UTF8):
+        return file.skipped(str(refused.lastgroup))
+    matches = [entry for entry in FORMATS.values() if entry.magic and entry.magic.match(head)]
     named = [entry for entry in matches if suffix in entry.suffixes]
     chosen = "" if is_free else settings.format
     if matches and chosen not in ("", *(entry.name for entry in matches)):
-        return _skip(file, "binary", f"{matches[0].name}; leave out --format {chosen}")
+        return file.skipped("binary", f"{matches[0].name}; leave out --format {chosen}")
     if suffix in _REFUSED_SUFFIXES and (is_free or matches):
-        return _skip(file, _REFUSED_SUFFIXES[suffix])
+        return file.skipped(_REFUSED_SUFFIXES[suffix])
     if matches or (chosen and FORMATS[chosen].magic):
         return file._replace(format=chosen or (named or matches)[0].name)
-    return _text_format(file, head, settings.encoding, chosen)
+    return _text_format(file, suffix, head, settings.encoding, chosen)
 
 
-def _text_format(file: SourceFile, head: bytes, encoding: str, chosen: str) -> Entry:
+def _text_format(file: SourceFile, suffix: str, head: bytes, encoding: str, chosen: str) -> Entry:
     """Returns a file of text with its format, unless it is `chosen`, and its encoding."""
-    text = head.decode("utf-8-sig" if encoding == UTF8 else encoding, "replace").lstrip()
-    file_format = chosen or _guess(text, file.name)
+    if encoding == UTF8:
+        head = head.removeprefix(codecs.BOM_UTF8)
+    text = head.decode(encoding, "replace").lstrip()
+    file_format = chosen or _guess(text, suffix)
     if encoding == UTF8 and file_format == "html":
         encoding = base.declared_encoding(head) or UTF8
     if encoding == UTF8:
         if head.count(0) > MOST_NULS * len(head):
             is_utf16 = min(head[::2].count(0), head[1::2].count(0)) < 0.01 * len(head)
             is_utf16 = is_utf16 and head.count(0) > len(head) / 4
-            return _skip(file, "utf16" if is_utf16 else "binary")
-        try:
-            codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES)
-        except UnicodeDecodeError as error:
-            if text.count("\ufffd") > MOST_BAD * len(text):  # else single bad bytes
-                return _skip(file, "not_utf8", f"byte {error.start}")
+            return file.skipped("utf16" if is_utf16 else "binary")
+        if text.count("\ufffd") > MOST_BAD * len(text):  # else single bad bytes
+            try:
+                codecs.getincrementaldecoder(UTF8)().decode(head, len(head) < HEAD_BYTES)
+            except UnicodeDecodeError as error:
+                return file.skipped("not_utf8", f"byte {error.start}")
     if not chosen and _OTHER_XML.match(text) and file_format not in ("html", "mediawiki"):
-        return _skip(file, "other_xml")
+        return file.skipped("other_xml")
     if not file_format:
-        return _skip(file, "not_prose", suffix_of(file.name))
+        return file.skipped("not_prose", suffix)
     return file._replace(format=file_format, encoding=encoding)
 
 
-def _guess(text: str, name: str) -> str:
+def _guess(text: str, suffix: str) -> str:
     """Returns the format by the suffix, or else by the first characters of a text; "" if it may be no prose."""
-    suffix = suffix_of(name)
     if suffix in (".json", ".jsonl", ".ndjson"):
         ends_inside = r"[^\n]*[^}\s]" if suffix == ".json" else ""  # an object, of its first line
         return "json" if re.match(rf"\[|\{{({ends_inside})?\s*\n", text) else "jsonl"
@@ -138,7 +136,7 @@ def _guess(text: str, name: str) -> str:
         if suffix in entry.suffixes and entry.name != "text":
             return entry.name
     for entry in FORMATS.values():
-        if entry.begins and re.match(entry.begins, text):
+        if entry.begins and entry.begins.match(text):
             return entry.name
     return "text" if suffix in _PROSE or not re.fullmatch(r"\.[a-z]\w{0,9}", suffix) else ""
 
@@ -149,11 +147,19 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(base)[1] if suffix[1:] in OPENERS else suffix
 
 
-def missing_fields(settings: BuildOptions, names: list[str]) -> str:
-    """Returns the text fields that records with `names` lack, with the nearest known name; "" if they lack none."""
-    missing = [field for field in settings.text_field if field not in names]
-    if not names or not missing:
+def missing_fields(settings: BuildOptions, found: Iterable[str]) -> str:
+    """Returns the text fields that are not among those `found`, with the nearest of these; "" if none is missing.
+
+    It looks at no more of them than it needs, and where there are none, it cannot say.
+    """
+    names = dict[str, None]()
+    for name in found:
+        names[name] = None
+        if names.keys() >= set(settings.text_field):
+            return ""
+    if not names:
         return ""
+    missing = [field for field in settings.text_field if field not in names]
     likely = [name for name in names if re.fullmatch(r"[\w .-]{1,40}", name)]
     hint = did_you_mean(missing[0], likely) or " The first line is no header."
     return f"{' and '.join(map(repr, missing))}.{hint}".rstrip(".")

@@ -188,13 +188,11 @@ def _array_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
         raise EOFError("it ends inside an object, or is no JSON")
 
 
-def _first_fields(read: Rows, file: SourceFile) -> list[str]:
-    """Returns the paths of all fields of the first rows of a file."""
-    names = list[str]()
+def _first_fields(read: Rows, file: SourceFile) -> Iterator[str]:
+    """Yields the paths of all fields of the first rows of a file."""
     with suppress(Exception):  # of a damaged file, those before the damage
         for _, row in islice(read(file, ()), ROWS):
-            names += _paths(row)
-    return list(dict.fromkeys(names))
+            yield from _paths(row)
 
 
 def _paths(value: Any, prefix: str = "") -> list[str]:
@@ -286,14 +284,15 @@ def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, 
     yield from enumerate(rows, first)
 
 
-_ARRAY = r'\[\s*\{\s*"[^"\n]*"\s*:'
-_OBJECT = r'\{[ \t]*"[^"\n]*"[ \t]*:'
+_ARRAY = re.compile(r'\[\s*\{\s*"[^"\n]*"\s*:')
+_OBJECT = re.compile(r'\{[ \t]*"[^"\n]*"[ \t]*:')
 base.register(
     Format("jsonl", partial(_table, _json_rows), (".jsonl", ".ndjson"), _OBJECT, can_cut=True,
            fields=partial(_first_fields, _json_rows)),
     Format("json", partial(_table, _array_rows), (".json",), _ARRAY, fields=partial(_first_fields, _array_rows)),
     Format("csv", partial(_table, _csv_rows), (".csv", ".tsv"), fields=partial(_first_fields, _csv_rows)),
-    Format("parquet", partial(_table, _parquet_rows), (".parquet",), magic=rb"PAR1", can_cut=True,
+    Format("parquet", partial(_table, _parquet_rows), (".parquet",), magic=re.compile(b"PAR1"), can_cut=True,
            fields=_parquet_fields),
-    Format("arrow", partial(_table, _arrow_rows), (".arrow",), magic=rb"ARROW1|\xff\xff\xff\xff", can_cut=True),
+    Format("arrow", partial(_table, _arrow_rows), (".arrow",), magic=re.compile(rb"ARROW1|\xff\xff\xff\xff"),
+           can_cut=True),
 )  # fmt: skip

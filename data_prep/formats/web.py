@@ -1,9 +1,10 @@
 """Pages of the Web: HTML files, and the records of WARC and WET files."""
 
 import re
+import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from typing import Any
+from typing import IO, Any
 
 from data_prep.formats import base
 from data_prep.formats.base import Format, Record, SourceFile, bad, declared_encoding, document
@@ -15,7 +16,7 @@ _BLOCKS += "caption pre section article header footer figure figcaption nav asid
 BLOCKS = set(_BLOCKS.split())
 _UNSEEN = {"script", "style", "template", "title"}
 _PROLOG = re.compile(r"\A\s*(?:<[?!][^>]*>\s*)*")  # declaration and document type
-_BEGINS = r"(?i)<(?:!doctype\s+html|html|head|body)\b"
+_BEGINS = re.compile(r"(?i)<(?:!doctype\s+html|html|head|body)\b")
 _READER = ("warcio", "pip install warcio")
 _EXTRACTOR = ("trafilatura", "pip install trafilatura lxml_html_clean")
 
@@ -84,7 +85,8 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
     from warcio.archiveiterator import ArchiveIterator
 
     with base.open_bytes(file) as stream:
-        for number, record in enumerate(ArchiveIterator(stream)):
+        records = ArchiveIterator(base.ByteStream(_until_damage(stream)))
+        for number, record in enumerate(records):
             if record.rec_type not in ("response", "resource", "conversion"):
                 continue  # requests, and what the crawler notes on itself
             headers = record.http_headers or record.rec_headers
@@ -99,9 +101,27 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
             else:
                 lost = size(text) if kind.startswith("text/") else 0
                 yield bad(file, name, "pages_not_text", kind or "no Content-Type", lost)
+            record.raw_stream.read()
+            if getattr(record.raw_stream, "limit", 0):  # bytes that should follow, by its header
+                raise EOFError("it ends inside a record")
+
+
+def _until_damage(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the bytes of a stream; warcio would take an EOFError for the end of the file."""
+    try:
+        yield from base.chunks(stream)
+    except EOFError as error:
+        raise zlib.error(str(error)) from error
 
 
 base.register(
     Format("html", _html, (".html", ".htm", ".xhtml"), _BEGINS, needs=_EXTRACTOR),
-    Format("warc", _warc, (".warc", ".wet"), r"WARC/\d", rb"WARC/\d", needs=_READER),
+    Format(
+        "warc",
+        _warc,
+        (".warc", ".wet"),
+        re.compile(r"WARC/\d"),
+        re.compile(rb"WARC/\d"),
+        needs=_READER,
+    ),
 )

@@ -15,6 +15,7 @@ from data_prep.ledger import Left, size
 from data_prep.settings import BuildOptions
 
 _DOC = re.compile(r'<doc id="([^"]*)"(?:[^>]*?title="(.*)")?[^>]*>')
+_DUMP_BEGINS = re.compile(r"(?s)(?=<).{0,2000}<mediawiki")
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # how one begins
 
 
@@ -104,9 +105,11 @@ def _bz2_streams(file: SourceFile) -> Iterator[bytes]:
             while not stream.eof and (chunk := raw.read(1 << 20)):
                 text += stream.decompress(chunk)
             yield text
+            if not stream.eof:
+                raise EOFError("it ends inside a compressed stream")
 
 
 base.register(
-    Format("mediawiki", _mediawiki, begins=r"(?s)(?=<).{0,2000}<mediawiki", can_cut=True),
-    Format("wikiextractor", _wikiextractor, begins=r"<doc id="),
+    Format("mediawiki", _mediawiki, begins=_DUMP_BEGINS, can_cut=True),
+    Format("wikiextractor", _wikiextractor, begins=re.compile("<doc id=")),
 )

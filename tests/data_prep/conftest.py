@@ -10,8 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.examples import SpecialIds
-from data_prep.prepare import prepare
+from data_prep.formats.base import Skipped, SourceFile
+from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units, prepare
+from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
+from data_prep.sources import list_inputs
 from multicls.corpus import Corpus
 from multicls.errors import UserError
 from multicls.sample import sample_dump, sample_model
@@ -53,8 +56,26 @@ def prepared(
 ) -> Corpus:
     """Prepares a corpus of the inputs, of which two small files are a unit and, by default, a shard; opens it."""
     settings = {"workers": 1, "tokenizer": str(tokenizer), "output": str(output)} | settings
-    options = BuildOptions(input=list(map(str, inputs)), **settings)
-    return prepare(options, small_unit=9000, shard_tokens=shard_tokens, shard_bytes=shard_bytes)
+    chosen = BuildOptions(input=list(map(str, inputs)), **settings)
+    return prepare(chosen, small_unit=9000, shard_tokens=shard_tokens, shard_bytes=shard_bytes)
+
+
+def options(*inputs: object, **values: Any) -> BuildOptions:
+    """Options that name inputs."""
+    return BuildOptions(input=list(map(str, inputs)), tokenizer="sample", output="", **values)
+
+
+def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipped]]:
+    """The files of inputs, and what is skipped."""
+    return list_inputs(options(*inputs, **values))
+
+
+def read_all(*inputs: object, **values: Any) -> list[Any]:
+    """The documents and bad records of inputs; files of more than `large` bytes are cut."""
+    large, chosen = values.pop("large", LARGE_UNIT), options(*inputs, **values)
+    units = group_units(list_inputs(chosen)[0], {}, SMALL_UNIT, large)
+    shares = [file for unit in units for file in unit.files]
+    return [document for file in shares for document in read_documents(file, chosen)]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def test_counts_of_copies_and_joined_notes(tiny_tokenizer: Path, tmp_path: Path)
         row = corpus.row(number)
         words = sum(len(sentence.split()) + 1 for sentence in stories[name].split(".")[:-1])
         assert (row.source, len(row.tokens)) == (name, words)
-        assert row.counts.tolist() == [row.tokens.tolist().count(i) for i in row.tokens]
+        occurrences = Counter(row.tokens.tolist())
+        assert row.counts.tolist() == [occurrences[token] for token in row.tokens.tolist()]
         passages = max(1, round(words / 1000))
         counts = (1, 1, stories[name].count("."), words, passages)
         expected[name] = dict(zip(COUNTS, counts, strict=True))
@@ -149,12 +151,12 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     for folder, hashes in zip(folders, units, strict=True):
         folder.mkdir()
         np.save(folder / build.HASHES_FILE, hashes[None])
-    found = merge.find_copies(folders, range(1), None)
+    found = merge.find_copies(folders, True, "keep", None)
     for hashes, copies in zip(units, found, strict=True):
         for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
-            assert is_copy == (value in seen)
+            assert is_copy == (value in seen) * merge.SAME
             seen.add(value)
-    assert not np.concatenate(merge.find_copies(folders, range(0), None)).any()
+    assert not np.concatenate(merge.find_copies(folders, False, "keep", None)).any()
 
 
 # Determinism and interruptions.
@@ -176,8 +178,6 @@ def write(path: Path, text: str, date: int = 1) -> None:
     os.utime(path, (date, date))
 
 
-STOPS = [("os.rename", share) for share in (0.3, 0.6, 0.85, 1.0)]
-STOPS += [("shutil.rmtree", 1.0)]  # after the manifest
 LEFT: dict[str, int] = {}
 EVENTS: dict[str, int] = {}  # number of events of a whole run, by event and settings
 FRESH: dict[str, Path] = {}  # corpus of a fresh run, by the change of its input
@@ -224,21 +224,16 @@ def remove_first(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda folder: None, change_input, remove_first])
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.85, 1.0])
 def test_a_stopped_run_continues(
-    stop: tuple[str, float],
+    share: float,
     change: Any,
     texts: Path,
     tiny_tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     # The output may lie in the input.
-    prepare_until(*stop, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
-    if (texts / "out" / "manifest.json").exists():
-        assert (texts / "out" / "work").exists() and "rmtree" in stop[0]
-        prepared(tiny_tokenizer, texts / "out", texts, keep_dropped=True).verify()
-        assert not (texts / "out" / "work").exists()
-        return
+    prepare_until("os.rename", share, tiny_tokenizer, texts / "out", texts, keep_dropped=True)
     with pytest.raises(UserError, match="not a finished corpus"):
         Corpus(texts / "out")
     foreign = [texts / "out" / name for name in (".x", ".manifest.json.bak", "shard-notes.arrow")]
@@ -254,6 +249,25 @@ def test_a_stopped_run_continues(
         fresh = FRESH[change.__name__] = tmp_path_factory.mktemp("fresh") / "out"
         prepared(tiny_tokenizer, fresh, texts, keep_dropped=True)
     same_files(FRESH[change.__name__], out)
+
+
+def test_files_of_rows_are_the_same_however_documents_become_columns(
+    texts: Path, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = {"shard_tokens": 300, "near_duplicates": "report"}
+    prepared(tiny_tokenizer, tmp_path / "whole", texts, **settings)
+    monkeypatch.setattr(build, "GROUP_TOKENS", 1)  # each alone
+    prepared(tiny_tokenizer, tmp_path / "out", texts, **settings)
+    same_files(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_run_that_is_stopped_after_the_manifest_removes_its_work(
+    texts: Path, tiny_tokenizer: Path
+) -> None:
+    prepare_until("shutil.rmtree", 1.0, tiny_tokenizer, texts / "out", texts)
+    assert (texts / "out" / "manifest.json").exists() and (texts / "out" / "work").exists()
+    prepared(tiny_tokenizer, texts / "out", texts).verify()
+    assert not (texts / "out" / "work").exists()
 
 
 def test_files_of_units_are_joined_to_shards_of_a_size(
@@ -691,7 +705,7 @@ def test_a_sentence_has_at_most_8191_tokens(corpus_of: Make) -> None:
 
 
 def test_errors_of_a_unit_name_its_file(corpus_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "write_shard", lambda *_: 1 / 0)
+    monkeypatch.setattr(build, "write_tables", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         corpus_of([story(9)])
     assert "in.jsonl" in caught.value.__notes__[0]

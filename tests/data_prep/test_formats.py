@@ -18,24 +18,16 @@ from data_prep import formats
 from data_prep.formats import FORMATS
 from data_prep.formats.base import BadRecord, RawDocument
 from data_prep.ledger import REASONS
-from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
-from data_prep.sources import list_inputs
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from multicls.settings import parse
-from tests.data_prep.conftest import story
-
-
-def read(path: Path, **values: Any) -> list[Any]:
-    options = BuildOptions(input=[str(path)], tokenizer="sample", output="", **values)
-    files, _ = list_inputs(options)
-    return [record for file in files for record in read_documents(file, options)]
+from tests.data_prep.conftest import listed, read_all, story
 
 
 def reason_of(path: Path, **values: Any) -> str:
     with pytest.raises(UserError) as error:
-        read(path, **values)
+        read_all(path, **values)
     return str(error.value)
 
 
@@ -70,14 +62,14 @@ def test_encodings(tmp_path: Path) -> None:
     text = "Der Bär saß in London – „gut“."
     for encoding in ("cp1252", "utf-16", "cp1252"):
         (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-        (document,) = read(tmp_path / "a.txt", encoding=encoding)
+        (document,) = read_all(tmp_path / "a.txt", encoding=encoding)
         assert document.text == text
     page = f"<html><head><meta charset='windows-1252'></head><body><p>{text} {story(9)}</p></body></html>"
     (tmp_path / "a.html").write_bytes(page.encode("cp1252"))
-    (document,) = read(tmp_path / "a.html", without=["main_text"])
+    (document,) = read_all(tmp_path / "a.html", without=["main_text"])
     assert document.text == f"{text} {story(9)}"
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "B\xe4r"}\n' * 9)
-    assert {d.text for d in read(tmp_path / "a.jsonl", encoding="latin-1")} == {"Bär"}
+    assert {d.text for d in read_all(tmp_path / "a.jsonl", encoding="latin-1")} == {"Bär"}
     words = "--input x --tokenizer x --output x --encoding utf-9"
     with pytest.raises(UserError, match="no encoding that Python knows: utf-9"):
         parse(BuildOptions, words.split(), prog="run.py")
@@ -85,13 +77,13 @@ def test_encodings(tmp_path: Path) -> None:
 
 def test_a_stray_nul_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(story(99) + "\0" + story(9))
-    assert len(read(tmp_path / "a.txt")) == 1
+    assert len(read_all(tmp_path / "a.txt")) == 1
 
 
 def test_compression_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     for name in ("a.TXT.GZ", "packed"):
         (tmp_path / name).write_bytes(gzip.compress(story(9).encode()))
-        (document,) = read(tmp_path / name)
+        (document,) = read_all(tmp_path / name)
         assert document.text == story(9)
 
 
@@ -110,13 +102,13 @@ def test_web_archives_by_record(tmp_path: Path) -> None:
     crawl += record("response", http + page.encode("latin-1"), "application/http; msgtype=response")
     crawl += record("response", image, "application/http; msgtype=response")
     (tmp_path / "a.warc.gz").write_bytes(gzip.compress(crawl))
-    document, bad = read(tmp_path / "a.warc.gz", without=["main_text"])
+    document, bad = read_all(tmp_path / "a.warc.gz", without=["main_text"])
     assert "Der Bär saß." in document.text and document.title == "T"
     assert document.id.startswith("a.warc.gz#http://a.b/")
     assert (bad.reason, bad.text) == ("pages_not_text", "image/png")
     wet = b"".join(record("conversion", story(9, i).encode(), "text/plain") for i in range(3))
     (tmp_path / "crawl").write_bytes(wet)
-    assert [d.text for d in read(tmp_path / "crawl")] == [story(9, i) for i in range(3)]
+    assert [d.text for d in read_all(tmp_path / "crawl")] == [story(9, i) for i in range(3)]
     assert "leave out --format text" in reason_of(tmp_path / "crawl", format="text")
 
 
@@ -138,13 +130,13 @@ def test_members_of_archives(tmp_path: Path) -> None:
             tape.addfile(entry, io.BytesIO(content))
             packed.writestr(name, content)
     for name in ("a.tar.gz", "a.zip"):
-        records = read(tmp_path / name)
+        records = read_all(tmp_path / name)
         assert [r.text for r in records if isinstance(r, RawDocument)] == [story(9), "It ran."]
         assert records[0].id == f"{name}/deep/a.txt#0"
         bad = {r.text.partition(":")[0]: r.characters for r in records if isinstance(r, BadRecord)}
         assert bad == {"c.png": 0, "d.py": 5, "e.zip": 4}, "bytes of what may be text"
     (tmp_path / "b.tar").write_bytes(gzip.decompress((tmp_path / "a.tar.gz").read_bytes())[:1500])
-    assert [getattr(r, "reason", "") for r in read(tmp_path / "b.tar")][
+    assert [getattr(r, "reason", "") for r in read_all(tmp_path / "b.tar")][
         -1
     ] == "records_file_damaged"
 
@@ -173,13 +165,13 @@ Oil it.
 @pytest.mark.parametrize("name", ["a.mbox", "2024-January.txt", "INBOX"])
 def test_mail_by_message(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(MAIL)
-    one, two = read(tmp_path / name)
+    one, two = read_all(tmp_path / name)
     words = "The pump is loud. From the start it was."
     assert (one.title, " ".join(one.text.split())) == ("[pumps] noise", words)
     assert two.text.split() == ["Oil", "it."] and [entry.reason for entry in two.left] == [
         "lines_quoted"
     ]
-    assert "> loud." in read(tmp_path / name, without=["markup"])[1].text
+    assert "> loud." in read_all(tmp_path / name, without=["markup"])[1].text
 
 
 def test_a_message_with_parts(tmp_path: Path) -> None:
@@ -200,7 +192,7 @@ def test_a_message_with_parts(tmp_path: Path) -> None:
         --x--
         """
     (tmp_path / "a.eml").write_text(textwrap.dedent(" " * 8 + message))
-    (document,) = read(tmp_path / "a.eml")
+    (document,) = read_all(tmp_path / "a.eml")
     assert (document.title, document.text) == ("Bär", "Der Bär\nran.")
     (entry,) = document.left
     assert (entry.reason, entry.text, entry.characters) == ("attachments", "a.csv: text/csv", 3)
@@ -216,7 +208,9 @@ def test_attachments_count_the_characters_of_text_and_nothing_of_images(tmp_path
     alone.set_content(b"abc", maintype="image", subtype="png")
     for name, content in (("a.eml", message), ("b.eml", alone)):
         (tmp_path / name).write_bytes(content.as_bytes())
-    left = [[entry[1:3] for entry in read(tmp_path / name)[0].left] for name in ("a.eml", "b.eml")]
+    left = [
+        [entry[1:3] for entry in read_all(tmp_path / name)[0].left] for name in ("a.eml", "b.eml")
+    ]
     image = ("without a name: image/png", 0)
     assert left == [[("a.csv: text/csv", 300), image], [image]]
 
@@ -229,7 +223,7 @@ def test_rolling_captions_are_spoken_once(tmp_path: Path) -> None:
         f"00:00:0{i}.000 --> 00:00:0{i}.900 align:start\n{text}\n\n" for i, text in enumerate(shown)
     )
     (tmp_path / "a.vtt").write_text("WEBVTT\nKind: captions\n\nNOTE\nby hand\n\n" + "".join(cues))
-    (document,) = read(tmp_path / "a.vtt")
+    (document,) = read_all(tmp_path / "a.vtt")
     assert (document.text, document.layout) == ("\n".join(words), "lines")
     left = [entry.reason for entry in document.left if entry.reason != "characters_of_html"]
     assert left == ["lines_markup", "lines_repeated", "lines_repeated"]
@@ -243,7 +237,7 @@ def test_captions_are_sentences_if_one_of_twenty_ends_with_a_stop(
     words = ["It stops.", *["it runs", "it turns"] * 10][:cues]
     blocks = (f"{i}\n00:0{i} --> 00:0{i + 1}\n{text}\n" for i, text in enumerate(words))
     (tmp_path / "a.srt").write_text("\n".join(blocks))
-    (document,) = read(tmp_path / "a.srt")
+    (document,) = read_all(tmp_path / "a.srt")
     separator = " " if layout == "paragraphs" else "\n"
     assert (document.layout, document.text, document.left) == (layout, separator.join(words), ())
 
@@ -255,7 +249,7 @@ def test_word_documents_have_their_notes_and_count_headers(tmp_path: Path) -> No
         for name, text in parts.items():
             content = f"<w:p><w:r><w:t>{text}</w:t><w:tab/></w:r></w:p>"
             book.writestr(f"word/{name}.xml", f'<w:x xmlns:w="{space}">{content}</w:x>')
-    (document,) = read(tmp_path / "a.docx")
+    (document,) = read_all(tmp_path / "a.docx")
     assert document.text.split() == ["It", "ran.", "A", "note."]
     assert document.left == (("parts_not_read", "Draft 1 ", len("Draft1"), 1),)
 
@@ -283,7 +277,7 @@ def pdf(lines: list[str]) -> bytes:
 def test_pdf(tmp_path: Path) -> None:
     lines = textwrap.wrap(story(12), 60)
     (tmp_path / "a.pdf").write_bytes(pdf(lines))
-    (document,) = read(tmp_path / "a.pdf")
+    (document,) = read_all(tmp_path / "a.pdf")
     assert document.text.split() == story(12).split() and document.layout == "pages"
 
 
@@ -302,9 +296,8 @@ def test_a_mistyped_path_is_not_sought_on_the_hub(
         "s3://b/c": "URLs are not read",
     }
     for name, hint in hints.items():
-        options = BuildOptions(input=[name], tokenizer="sample", output="")
         with pytest.raises(UserError, match=f"no such f.*{hint}"):
-            list_inputs(options)
+            listed(name)
 
 
 def test_one_module_adds_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +310,7 @@ def test_one_module_adds_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     import_module("data_prep.formats.cookies")
     (tmp_path / "a.fortune").write_text("A cat.\nIt ran.\n%\nA dog.\n")
     try:
-        assert [d.text for d in read(tmp_path / "a.fortune")] == ["A cat.\nIt ran.", "A dog."]
+        assert [d.text for d in read_all(tmp_path / "a.fortune")] == ["A cat.\nIt ran.", "A dog."]
     finally:
         del sys.modules["data_prep.formats.cookies"]
         del FORMATS["cookies"]

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import itertools
 import json
+import lzma
 import os
 import socket
 import sys
@@ -21,14 +22,14 @@ from hypothesis import strategies as st
 
 from data_prep.clean import clean
 from data_prep.formats import FORMATS, base
-from data_prep.formats.base import BadRecord, Skipped, SourceFile
+from data_prep.formats.base import BadRecord, SourceFile
 from data_prep.formats.recognise import HEAD_BYTES
-from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units
+from data_prep.prepare import group_units
 from data_prep.read import read_documents
-from data_prep.settings import RULES, BuildOptions
-from data_prep.sources import list_inputs
+from data_prep.settings import RULES
 from multicls.errors import UserError
-from tests.data_prep.conftest import prepared, story
+from tests.data_prep.conftest import listed, options, prepared, read_all, story
+from tests.data_prep.test_ledger import crawl
 
 PAGE = "<page><title>Cat</title><ns>0</ns><id>1</id><revision><text>A cat.</text></revision></page>"
 LINE = json.dumps({"text": "The cat sat."}) + "\n"
@@ -108,21 +109,6 @@ HOSTILE: dict[str, tuple[bytes | str, str, list[str], int]] = {
     "no.parquet": (b"PAR1", "parquet", ["records_file_damaged"], 0),
     ".hidden.txt": ("The cat sat.", "hidden", [], 0),
 }  # fmt: skip
-
-
-def options(*inputs: object, **values: Any) -> BuildOptions:
-    return BuildOptions(input=list(map(str, inputs)), tokenizer="sample", output="", **values)
-
-
-def listed(*inputs: object, **values: Any) -> tuple[list[SourceFile], list[Skipped]]:
-    return list_inputs(options(*inputs, **values))
-
-
-def read_all(*inputs: object, **values: Any) -> list[Any]:
-    large, chosen = values.pop("large", LARGE_UNIT), options(*inputs, **values)
-    units = group_units(list_inputs(chosen)[0], {}, SMALL_UNIT, large)
-    shares = [file for unit in units for file in unit.files]
-    return [document for file in shares for document in read_documents(file, chosen)]
 
 
 def dropped(records: list[Any]) -> list[str]:
@@ -392,6 +378,48 @@ def test_a_damaged_share_has_lost_its_own_text_only(tmp_path: Path) -> None:
     assert 0 < documents[-1].characters < 500
 
 
+def compressor(name: str) -> Any:
+    """A function that compresses bytes as one stream."""
+    codec = {"zst": "zstd"}.get(name, name)
+    return lambda data: bytes(pa.Codec(codec).compress(data, asbytes=True))
+
+
+PACKERS: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+PACKERS |= {name: compressor(name) for name in ("zst", "lz4")}
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_nothing_after_damage_is_passed_over_in_silence(packed: str, tmp_path: Path) -> None:
+    """Of three streams the second has no beginning, or the last has no end. Zeros between streams are no damage."""
+    streams = [PACKERS[packed](f"{story(400, n)}\n".encode()) for n in range(3)]
+    path, text = tmp_path / f"a.txt.{packed}", "\n".join(story(400, n) for n in range(3))
+    zeros = b"" if packed in ("zst", "lz4") else bytes(64)
+    path.write_bytes(zeros.join([*streams, b""]))
+    (document,) = read_all(path)
+    assert document.text == text
+    first, second, last = streams
+    for content in (first + b"torn" + second[4:] + last, b"".join(streams)[:-9]):
+        path.write_bytes(content)
+        *documents, lost = read_all(path)
+        assert lost.reason == "records_file_damaged"
+        assert all(text.startswith(document.text) for document in documents)
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a-multistream.xml.bz2"])
+def test_of_an_archive_that_is_cut_off_all_that_is_whole_is_read(name: str, tmp_path: Path) -> None:
+    """And the end is reported, also in the last share of a dump."""
+    parts = [crawl([story(9, n)]) for n in range(3)]
+    if "xml" in name:
+        parts = [f"<mediawiki>{PAGE}".encode(), PAGE.encode(), PAGE.encode()]
+    if packed := name.split(".")[2:]:
+        parts = list(map(PACKERS[packed[0]], parts))
+    (tmp_path / name).write_bytes(b"".join(parts)[:-40])
+    records = read_all(tmp_path / name, large=len(parts[0]))
+    assert len(records) >= 3 and dropped(records[:2]) == []
+    assert dropped(records) == ["records_file_damaged"]
+    assert records[1].text == ("A cat." if "xml" in name else story(9, 1))
+
+
 def test_the_newest_revision_of_a_page_is_read(tmp_path: Path) -> None:
     dates = ("2020-01-02T00:00:00Z", "2024-05-06T00:00:00Z", "2022-03-04T00:00:00Z")
     revisions = (
@@ -431,6 +459,22 @@ def test_a_field_of_several_that_is_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("title,body\nA cat,It ran.\n")
     with pytest.raises(UserError, match=r"\('bdy'\. Did you mean 'body'\?\); --text_field"):
         listed(tmp_path / "rows.csv", text_field=["title", "bdy"])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_listing_reads_no_further_than_the_row_that_has_all_fields(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"title": "A cat"}\n' * (rows - 1) + LINE * 99)
+    read, loads = list[str](), json.loads
+
+    def counted(text: str) -> Any:
+        read.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counted)
+    listed(tmp_path / "rows.jsonl")
+    assert len(read) == rows
 
 
 def test_html_in_fields_and_what_only_looks_like_it(tmp_path: Path) -> None:

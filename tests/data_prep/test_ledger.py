@@ -28,7 +28,7 @@ from data_prep.settings import RULES, BuildOptions
 from data_prep.sources import list_inputs
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
-from tests.data_prep.conftest import prepared, story
+from tests.data_prep.conftest import listed, options, prepared, read_all, story
 
 Texts = list[str]
 
@@ -176,11 +176,11 @@ texts_of_anything = st.lists(
 
 def ledger_of(path: Path, tokenizer: Path, **values: Any) -> Ledger:
     """Builds a file's unit, which closes its ledger, and returns that."""
-    options = BuildOptions(input=[str(path)], tokenizer="sample", output="", **values)
-    (unit,) = group_units(list_inputs(options)[0], {"n": len(list(path.parent.iterdir()))}, 1 << 20)
+    chosen = options(path, **values)
+    (unit,) = group_units(list_inputs(chosen)[0], {"n": len(list(path.parent.iterdir()))}, 1 << 20)
     work = path.parent / f"work-{path.name}"
     work.mkdir(exist_ok=True)
-    assert build_unit(unit, options, work, tokenizer / "tokenizer.json", SHARD_TOKENS) == ""
+    assert build_unit(unit, chosen, work, tokenizer / "tokenizer.json", SHARD_TOKENS) == ""
     record = json.loads((work / unit.key / "drops.json").read_text())
     for folder in sorted(work.glob("*/*"), reverse=True):
         folder.unlink()
@@ -219,8 +219,7 @@ def test_every_format_is_tested(tmp_path: Path) -> None:
     """PDF has a test of its own."""
     for name, make in MAKERS.items():
         (tmp_path / name).write_bytes(make([story(9)]))
-    options = BuildOptions(input=[str(tmp_path)], tokenizer="sample", output="")
-    assert {file.format for file in list_inputs(options)[0]} == FORMATS.keys() - {"pdf"}
+    assert {file.format for file in listed(tmp_path)[0]} == FORMATS.keys() - {"pdf"}
 
 
 def test_a_step_that_loses_text_ends_the_run(
@@ -293,14 +292,11 @@ FIELDS = [  # a row's fields: text that is taken, and what is left out
 def test_fields_that_are_no_string(
     row: dict[str, Any], text: str, out: dict[str, int], tmp_path: Path
 ) -> None:
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet") if row[
-        "text"
-    ] != 7 else None
+    if row["text"] != 7:
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text(json.dumps(row, default=lambda data: data.decode()))
     for path in tmp_path.iterdir():
-        options = BuildOptions(input=[str(path)], tokenizer="sample", output="")
-        ((file,), _) = list_inputs(options)
-        document: Any = next(FORMATS[file.format].read(file, options))
+        (document,) = read_all(path)
         assert document.text == text
         assert {entry.reason: entry.characters for entry in document.left} == out
 
@@ -312,16 +308,9 @@ def test_paths_of_fields_and_what_lies_beside_them(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     for field, text in (("body.text", "It ran."), ("body.parts.t", "A cat.\n\nA dog.")):
         for name in ("a.jsonl", "saved", "a.parquet"):
-            chosen = {"text_field": [field], "tokenizer": "sample", "output": ""}
-            options = BuildOptions(input=[str(tmp_path / name)], **chosen)
-            files, _ = list_inputs(options)
-            document = next(FORMATS[files[0].format].read(files[0], options))
-            assert getattr(document, "text", None) == text, name
-    options = BuildOptions(
-        input=[str(tmp_path / "a.jsonl")], text_field=["body.txt"], tokenizer="sample", output=""
-    )
+            assert read_all(tmp_path / name, text_field=[field])[0].text == text, name
     with pytest.raises(UserError, match=r"Did you mean 'body.text'"):
-        list_inputs(options)
+        listed(tmp_path / "a.jsonl", text_field=["body.txt"])
 
 
 def test_the_error_of_a_total_loss_names_the_remedies_of_its_reasons(
@@ -339,11 +328,7 @@ def test_html_is_removed_only_where_it_is_html_and_counted(tmp_path: Path) -> No
     assert tables.without_tags(code) == code and tables.without_tags(web).split() == ["It", "ran."]
     (tmp_path / "a.jsonl").write_bytes(json_lines([web]))
     for without, text in (([], "It ran."), (["html"], web)):
-        options = BuildOptions(
-            input=[str(tmp_path / "a.jsonl")], tokenizer="sample", output="", without=without
-        )
-        ((file,), _) = list_inputs(options)
-        document: Any = next(FORMATS[file.format].read(file, options))
+        (document,) = read_all(tmp_path / "a.jsonl", without=without)
         assert document.text.strip() == text
         assert size(document.text) + sum(entry.characters for entry in document.left) == size(web)
 

@@ -108,7 +108,7 @@ def test_a_key_of_any_band_makes_a_near_copy(tmp_path: Path) -> None:
     hashes[0, 28] = hashes[0, 0]
     np.save(tmp_path / build.HASHES_FILE, hashes)
     for near, kind in (("keep", 0), ("report", merge.SIMILAR), ("drop", merge.NEAR)):
-        (kinds,) = merge.find_all_copies([tmp_path], True, near, None)  # type: ignore[arg-type]
+        (kinds,) = merge.find_copies([tmp_path], True, near, None)  # type: ignore[arg-type]
         assert kinds.tolist() == [0, kind] * 14 + [merge.SAME]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -113,7 +114,13 @@ def mixed(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Cor
     return prepared(tiny_tokenizer, folder / "corpus", folder / "a", folder / "b [red]")
 
 
-def test_lengths_and_padding_match_plain_loops(mixed: Corpus) -> None:
+@pytest.fixture(scope="module")
+def table(mixed: Corpus) -> pd.DataFrame:
+    """What training sees of it."""
+    return stats.training_table(mixed, SPECIAL_IDS, 48)
+
+
+def test_lengths_and_padding_match_plain_loops(mixed: Corpus, table: pd.DataFrame) -> None:
     documents: dict[int, list[int]] = {}
     for row in map(mixed.row, range(mixed.num_rows)):
         totals = documents.setdefault(row.hash, [0, 0])
@@ -126,13 +133,19 @@ def test_lengths_and_padding_match_plain_loops(mixed: Corpus) -> None:
     sampled = stats.sampled_examples(mixed, SPECIAL_IDS, 48)
     assert len(sampled) == len(epoch)
     filled = sum(int(example.attention_mask.sum()) for example in epoch)
-    (padding, *_) = stats.training_table(mixed, SPECIAL_IDS, 48).loc[48]
-    assert padding == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
+    assert table["padding"][48] == pytest.approx(1 - filled / (len(epoch) * 3 * 48))
     assert [len(stats.sample_rows(mixed, tokens)) for tokens in (1, 10**9)] == [1, mixed.num_rows]
 
 
-def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
-    run.main(["stats", str(mixed.path), "--seq_length", "48"])
+def test_stats_prints(
+    mixed: Corpus,
+    table: pd.DataFrame,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:  # --json has the numbers of the command itself
+        patch.setattr(stats, "training_table", lambda *_: table)
+        run.main(["stats", str(mixed.path), "--seq_length", "48"])
     printed = capsys.readouterr().out
     totals = "{documents} documents, {rows} rows, {sentences:,} sentences, {tokens:,} tokens"
     texts = [totals.format(**mixed.manifest), "b [red]", "left out: 5  lines_heading", "padding"]
@@ -144,7 +157,7 @@ def test_stats_prints(mixed: Corpus, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_stats_as_json_has_the_numbers_of_the_corpus(
-    mixed: Corpus, capsys: pytest.CaptureFixture[str]
+    mixed: Corpus, table: pd.DataFrame, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.main(["stats", str(mixed.path), "--seq_length", "48", "--json", "true"])
     found = json.loads(capsys.readouterr().out)
@@ -158,7 +171,6 @@ def test_stats_as_json_has_the_numbers_of_the_corpus(
     assert taken["a"] - kept["a"] == 3 * len("\x1b[31mATitle") and found["kept"].startswith(
         "5 of 5"
     )
-    table = stats.training_table(mixed, SPECIAL_IDS, 48)
     assert found["seq_length"]["48"]["padding"] == pytest.approx(table["padding"][48])
 
 
