@@ -125,6 +125,9 @@ class System(Protocol):
         ...
 
 
+Learner = Callable[[System, Rows, Array, Array], Array]  # `fit_predict`, or what keeps its outputs
+
+
 @dataclass(frozen=True)
 class Splits:
     """Training sets, the same for all systems.
@@ -137,6 +140,17 @@ class Splits:
 
     folds: Array
     draws: tuple[tuple[Array, Array], ...]
+
+    @property
+    def training_sets(self) -> list[tuple[Array, Array]]:
+        """Training rows and scored rows of each fold of each repeat, then of each draw."""
+        every = np.arange(self.folds.shape[1])
+        of_folds = [
+            (every[fold != part], every[fold == part])
+            for fold in self.folds
+            for part in range(fold.max() + 1)
+        ]
+        return [*of_folds, *self.draws]
 
     @property
     def train_rows(self) -> int:
@@ -235,43 +249,43 @@ class Scores:
         )
 
 
+def fit_predict(system: System, rows: Rows, train: Array, scored: Array) -> Array:
+    """Returns the outputs (n, C) of a copy of the system for the scored rows, after it has learned from `train`."""
+    outputs = deepcopy(system).fit(rows.take(train)).predict(rows.take(scored))
+    return np.asarray(outputs, dtype=np.float64)
+
+
 def evaluate(
     systems: Mapping[str, System],
     rows: Rows,
     splits: Splits,
-    progress: Callable[[], object] = lambda: None,
+    learn: Learner = fit_predict,
 ) -> dict[str, Scores]:
     """Returns the scores of each system, by its name, in the rows' main metric.
 
     A row's value (`measures.row_values`) is for the metric over all rows of a repeat, or over a draw's scored rows.
 
     Args:
-        progress: Called after each fit.
+        learn: Called for each training set; `fit_predict`, or what reads the outputs of one that is finished.
     """
-    found = dict[str, Scores]()
-    every, total = np.arange(len(rows.targets)), len(rows.targets)
-
-    def learn(system: System, train: Array, scored: Array) -> Array:
-        outputs = deepcopy(system).fit(rows.take(train)).predict(rows.take(scored))
-        progress()
-        return np.asarray(outputs, dtype=np.float64)
+    found, sets, total = dict[str, Scores](), splits.training_sets, len(rows.targets)
+    number = len(sets) - len(splits.draws)  # of folds in all repeats
 
     def values(outputs: Array, scored: Array) -> Array:
         predicted = predictions_of(rows.kind, outputs)
         return row_values(rows.metric, rows.targets[scored], predicted)
 
     for name, system in systems.items():
-        outputs = list[Array]()
-        for fold in splits.folds:
-            parts = [every[fold == part] for part in range(fold.max() + 1)]
-            learned = [learn(system, np.setdiff1d(every, part), part) for part in parts]
-            outputs.append(np.concatenate(learned)[np.argsort(np.concatenate(parts))])
+        learned = [learn(system, rows, train, scored) for train, scored in sets]
+        outputs = np.empty((len(splits.folds), total, learned[0].shape[1]))
+        for n, (_, scored) in enumerate(sets[:number]):
+            outputs[n * len(splits.folds) // number, scored] = learned[n]
         draws = np.full((len(splits.draws), total), np.nan)
-        for number, (train, scored) in enumerate(splits.draws):
-            draws[number, scored] = values(learn(system, train, scored), scored)
-        folded = np.array([values(of, every) for of in outputs]).reshape(-1, total)
+        for n, (_, scored) in enumerate(splits.draws):
+            draws[n, scored] = values(learned[number + n], scored)
+        folded = np.array([values(of, np.arange(total)) for of in outputs]).reshape(-1, total)
         size = float(np.mean([len(train) for train, _ in splits.draws] or [0]))
-        found[name] = Scores(folded, draws, rows.units, size, np.array(outputs), rows.metric)
+        found[name] = Scores(folded, draws, rows.units, size, outputs, rows.metric)
     return found
 
 
@@ -430,7 +444,11 @@ def _variances_of_draws(draws: Array, units: Array) -> tuple[float, float]:
 
 
 def learning_curve(
-    system: System, rows: Rows, splits: Splits, sizes: Iterable[int]
+    system: System,
+    rows: Rows,
+    splits: Splits,
+    sizes: Iterable[int],
+    learn: Learner = fit_predict,
 ) -> dict[int, float]:
     """Returns a system's mean score by the number of training rows, on the rows that each draw scores.
 
@@ -445,5 +463,5 @@ def learning_curve(
                 parts.append((np.sort(order), scored))
         if parts:
             only = Splits(splits.folds[:0], tuple(parts))
-            curve[size] = evaluate({"": system}, rows, only)[""].mean
+            curve[size] = evaluate({"": system}, rows, only, learn)[""].mean
     return curve
