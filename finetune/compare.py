@@ -184,8 +184,14 @@ def embed_model(
 ) -> tuple[dict[str, Array], Encoder]:
     """Returns a model, and its embeddings of rows of texts by part, (N, F) or of pairs (N, 2, F)."""
     from finetune.heads.build import find_checkpoint
-    from finetune.saved import by_rows, load_topics, topics_file
-    from multicls.embeddings import Embedder, cached_embeddings, model_sha256, topics_of
+    from finetune.saved import load_topics, topics_file
+    from multicls.embeddings import (
+        Embedder,
+        by_rows,
+        cached_embeddings,
+        model_sha256,
+        topics_of,
+    )
 
     folder, output = find_checkpoint(source), Path(options.output_dir)
     model = Embedder(folder, options.max_length)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from multicls.errors import UserError
+from multicls.errors import UserError, did_you_mean
 from multicls.labels import LabelledRows, LabelType
 from multicls.measures import (
     LOWER_IS_BETTER,
@@ -94,13 +94,7 @@ def rows_of(table: LabelledRows, source: str) -> Rows:
     Raises:
         UserError: There are fewer than 20 rows or two rows per class, or all labels are alike.
     """
-    number = {name: index for index, name in enumerate(table.classes)}
-    if table.kind == "score":
-        targets = np.array(table.labels, dtype=float)
-    elif table.kind == "class":
-        targets = np.array([number[name] for (name,) in table.labels])
-    else:
-        targets = np.array([[float(n in names) for n in table.classes] for names in table.labels])
+    targets = targets_of(table.kind, table.classes, table.labels)
     total, least = len(targets), max(FEWEST_ROWS, 2 * len(table.classes))
     if total < least:
         what = f"{len(table.classes)} classes need" if least > FEWEST_ROWS else "a probe needs"
@@ -111,6 +105,26 @@ def rows_of(table: LabelledRows, source: str) -> Rows:
         raise UserError(f"{source}: {total} labelled rows: all labels are alike.")
     _, units = np.unique(["\0".join(texts) for texts in table.texts], return_inverse=True)
     return Rows(table.kind, targets, table.texts, units=units, classes=table.classes)
+
+
+def targets_of(
+    kind: LabelType, classes: Sequence[str], labels: Sequence[Any], places: Sequence[str] = ()
+) -> Array:
+    """Returns scores (N,), class indices (N,), or 0 and 1 (N, C) of labels by `labels.read_label`.
+
+    Raises:
+        UserError: A label is none of the classes; the message names its place.
+    """
+    if kind == "score":
+        return np.array(labels, dtype=float)
+    marks = np.zeros((len(labels), len(classes)))
+    for row, names in enumerate(labels):
+        for name in names:
+            if name not in classes:
+                hint = did_you_mean(name, classes)
+                raise UserError(f"{places[row]}: label {name!r} is not in the training rows.{hint}")
+            marks[row, classes.index(name)] = 1.0
+    return marks if kind == "multi_label" else marks.argmax(axis=1)
 
 
 class System(Protocol):
