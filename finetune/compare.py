@@ -5,15 +5,17 @@ python finetune/compare.py --train_file tickets.csv --model minilm=sample --syst
 
 A system is `words` (TF-IDF), `majority`, a linear model on parts of a frozen model such as `mean+facets+topics`, or a
 fine-tuned head such as `tuned-mean`. All learn from the same rows, in repeated folds over all of them. Embeddings and
-finished systems are kept in the output folder: the same command resumes. predict.py labels new rows with the result.
+finished folds are kept in the output folder: the same command resumes. predict.py labels new rows with the result.
 """
 
 import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -28,8 +30,17 @@ from finetune.results import scores_of
 from finetune.settings import RowSettings, safe_name
 from multicls.console import print_line, print_summary, progress_bar
 from multicls.errors import UserError, did_you_mean, run_command
-from multicls.evaluation import FOLDS, Rows, Scores, System, evaluate, fewer, folds, learning_curve
-from multicls.files import atomic_write, locked, read_json, write_json
+from multicls.evaluation import (
+    Rows,
+    Scores,
+    System,
+    evaluate,
+    fewer,
+    fit_predict,
+    folds,
+    learning_curve,
+)
+from multicls.files import atomic_write, locked
 from multicls.measures import Array, larger_is_better, predictions_of, row_values
 from multicls.settings import parse
 
@@ -42,6 +53,7 @@ NamedFile = Annotated[str, Field(pattern="^[^= ]+=.")]
 FEWEST = 20  # labelled rows
 CURVE = (25, 50, 100, 200, 400, 800, 1600)  # training rows of the learning curve
 TOPICS = 200
+FORMAT = 1  # of kept fits; it goes up when the same rows and settings give other outputs
 
 
 class CompareOptions(RowSettings):
@@ -75,7 +87,7 @@ class Encoder(NamedTuple):
     folder: Path
     max_length: int
     topics: Path | None  # file of its topics; None: they are in the model
-    key: str  # names all that decides its embeddings
+    sha256: str  # of all files that decide its embeddings
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,7 @@ class Compared:
         tests: Of each system on the test rows, if there is a file of them.
         original: Prefix of the names of the original model's systems.
         encoders: By the name of the model.
+        fits: Folder of what finished fits gave.
     """
 
     name: str
@@ -101,6 +114,7 @@ class Compared:
     tests: dict[str, Scores]
     original: str
     encoders: dict[str, Encoder]
+    fits: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         best = next(name for name, system in found.systems.items() if hasattr(system, "save"))
         fitted = found.systems[best].fit(found.table.train)
-        curve = curve_of(found, best, output)
+        curve = curve_of(found, best)
         for line in write_report(found, best, fitted, curve, output):
             print(line, flush=True)
     rows = options.new_file or options.test_file or "ROWS.csv"
@@ -138,8 +152,8 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
     features, systems, encoders = dict[str, Array](), dict[str, System](), dict[str, Encoder]()
     for name, source in (text.split("=", 1) for text in options.model):
         embedded, encoders[name] = embed_model(name, source, texts, options)
-        most = encoders[name].max_length
-        systems |= systems_of_model(name, source, most, embedded, options, table.train)
+        encoder = encoders[name]
+        systems |= systems_of_model(name, source, encoder, embedded, options, table.train)
         features |= {f"{name}/{part}": values for part, values in embedded.items()}
     systems |= systems_without_model(options, features, table, texts)
     systems = choose(systems, options)
@@ -149,7 +163,7 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
         for rows, begin, end in zip(splits, ends[:-1], ends[1:], strict=True)
     ]
     table = replace(table, train=with_features[0], test=with_features[1] if table.test else None)
-    scores, tests = evaluate_all(systems, table, encoders, options, output)
+    scores, tests = evaluate_all(systems, table, options.repeats, output / "fits")
     better = {name: larger_is_better(found.metric, found.mean) for name, found in scores.items()}
     order = sorted(scores, key=lambda name: (-better[name], name))
     return Compared(
@@ -161,6 +175,7 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
         tests,
         options.model[0].split("=")[0],
         encoders,
+        output / "fits",
     )
 
 
@@ -169,18 +184,25 @@ def embed_model(
 ) -> tuple[dict[str, Array], Encoder]:
     """Returns a model, and its embeddings of rows of texts by part, (N, F) or of pairs (N, 2, F)."""
     from finetune.heads.build import find_checkpoint
-    from finetune.saved import by_rows, load_topics, topics_file
-    from multicls.embeddings import Embedder, cached_embeddings, model_sha256, topics_of
+    from finetune.saved import load_topics, topics_file
+    from multicls.embeddings import (
+        Embedder,
+        by_rows,
+        cached_embeddings,
+        model_sha256,
+        topics_of,
+    )
 
     folder, output = find_checkpoint(source), Path(options.output_dir)
     model = Embedder(folder, options.max_length)
     texts = [text for of_row in rows for text in of_row]
-    key = f"{model_sha256(folder)}-{model.max_length}"
+    sha256 = model_sha256(folder)
 
     def compute(missing: Sequence[str]) -> dict[str, Array]:
         with progress_bar(len(missing), "text", f"embedding by {name}") as bar:
             return model.embed(missing, bar.update)
 
+    key = f"{sha256}-{model.max_length}"
     parts = cached_embeddings(output / "cache", key, texts, compute)
     table, file, whose = model.topics, None, "the model"
     if table is None:
@@ -188,14 +210,13 @@ def embed_model(
         table, whose = load_topics(file), options.corpus or "the rows' texts"
     parts["topics"] = topics_of(table, model.tokenizer, texts)
     print_line(f"{name}: {', '.join(parts)}; {model.max_length} tokens; topics of {whose}")
-    key += hashlib.sha256(parts["topics"].tobytes()).hexdigest()
-    return by_rows(parts, len(rows[0])), Encoder(folder, model.max_length, file, key)
+    return by_rows(parts, len(rows[0])), Encoder(folder, model.max_length, file, sha256)
 
 
 def systems_of_model(
     name: str,
     source: str,
-    most_tokens: int,
+    encoder: Encoder,
     parts: Mapping[str, Array],
     options: CompareOptions,
     rows: Rows,
@@ -216,7 +237,12 @@ def systems_of_model(
         systems[f"{name} cosine"] = Cosine(f"{name}/{own}")
     for head in HEADS:
         systems[f"{name} tuned-{head}"] = Tuned(
-            head, source, most_tokens, options.learning_rate, options.epochs
+            head,
+            source,
+            encoder.max_length,
+            options.learning_rate,
+            options.epochs,
+            encoder.sha256,
         )
     return systems
 
@@ -252,43 +278,78 @@ def choose(systems: dict[str, System], options: CompareOptions) -> dict[str, Sys
 
 
 def evaluate_all(
-    systems: dict[str, System],
-    table: OwnRows,
-    encoders: dict[str, Encoder],
-    options: CompareOptions,
-    output: Path,
+    systems: dict[str, System], table: OwnRows, repeats: int, fits: Path
 ) -> tuple[dict[str, Scores], dict[str, Scores]]:
-    """Returns the scores of each system in folds and on test rows; finished ones are read from the output folder."""
+    """Returns the scores of each system in folds and on test rows; fits that are finished are read from `fits`."""
     rows, test = table.train, table.test
-    every, scores, tests = folds(rows, options.repeats), dict[str, Scores](), dict[str, Scores]()
-    keys = {name: encoder.key for name, encoder in encoders.items()}
-    splits_of = {n: fewer(every) if is_costly(s) else every for n, s in systems.items()}
-    fits = sum(len(splits.folds) * FOLDS + len(splits.draws) for splits in splits_of.values())
-    with progress_bar(fits, "fit", "comparing") as bar:
-        for name, system in systems.items():
-            splits = splits_of[name]
-            key = [name, repr(system), keys.get(name.partition(" ")[0], ""), options.repeats]
-            key += [rows.content(), test.content() if test else ""]
-            for part in (rows, test):
-                if part is not None and name in part.features:
-                    key.append(hashlib.sha256(part.features[name].tobytes()).hexdigest())
-            digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-            path = output / "scores" / f"{safe_name(name)}-{digest}.npz"
-            if not path.exists():
-                arrays = vars(evaluate({name: system}, rows, splits, bar.update)[name])
-                if test is not None:
-                    arrays = arrays | {"test": system.fit(rows).predict(test)}
-                with atomic_write(path, "wb") as file:
-                    np.savez_compressed(file, **arrays)
-            with np.load(path, allow_pickle=False) as kept:
-                arrays = {key: kept[key] for key in kept}
-            if test is not None:
-                predicted = predictions_of(rows.kind, arrays.pop("test"))
-                values = row_values(rows.metric, test.targets, predicted)
-                tests[name] = scores_of([values], test.units, rows.metric)
-            metric, train_rows = str(arrays.pop("metric")), float(arrays.pop("train_rows"))
-            scores[name] = Scores(**arrays, train_rows=train_rows, metric=metric)
+    every, scores, tests = folds(rows, repeats), dict[str, Scores](), dict[str, Scores]()
+    for name, system in systems.items():
+        splits = fewer(every) if is_costly(system) else every
+        folder = folder_of_fits(fits, name, system, rows)
+        files = [file_of_fit(folder, *indices) for indices in splits.training_sets]
+        done = sum(file.exists() for file in files)
+        with progress_bar(len(files), "fold", name, initial=done, delay=1) as bar:
+            learn = partial(kept_fit, folder, bar.update)
+            scores[name] = evaluate({name: system}, rows, splits, learn)[name]
+        if test is not None:
+            file = folder / f"test-{content_of(name, system, test)}.npy"
+            tests[name] = scores_on_test(file, system, rows, test)
     return scores, tests
+
+
+def scores_on_test(file: Path, system: System, rows: Rows, test: Rows) -> Scores:
+    """Returns the scores on test rows of a system that learns from all others; the file keeps its outputs."""
+    outputs = kept(file, lambda: np.asarray(deepcopy(system).fit(rows).predict(test)))
+    values = row_values(rows.metric, test.targets, predictions_of(rows.kind, outputs))
+    return scores_of([values], test.units, rows.metric)
+
+
+def kept_fit(
+    folder: Path,
+    progress: Callable[[], object],
+    system: System,
+    rows: Rows,
+    train: Array,
+    scored: Array,
+) -> Array:
+    """Returns the outputs of `fit_predict`, which a folder keeps; `progress` is called after a new fit."""
+
+    def compute() -> Array:
+        outputs = fit_predict(system, rows, train, scored)
+        progress()
+        return outputs
+
+    return kept(file_of_fit(folder, train, scored), compute)
+
+
+def kept(file: Path, compute: Callable[[], Array]) -> Array:
+    """Returns the outputs in a file; a missing one is computed, and written as a whole: a file is a finished fit."""
+    if not file.exists():
+        outputs = compute()
+        with atomic_write(file, "wb") as opened:
+            np.save(opened, outputs)
+    return np.asarray(np.load(file, allow_pickle=False))
+
+
+def folder_of_fits(fits: Path, name: str, system: System, rows: Rows) -> Path:
+    """Returns the folder of a system's fits, whose name changes with all that changes their outputs."""
+    key = json.dumps([FORMAT, repr(system), content_of(name, system, rows)])
+    return fits / f"{safe_name(name)}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def file_of_fit(folder: Path, train: Array, scored: Array) -> Path:
+    """Returns the file of what a system gave for scored rows after it had learned from training rows."""
+    key = json.dumps([train.tolist(), scored.tolist()])
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
+
+
+def content_of(name: str, system: System, rows: Rows) -> str:
+    """Returns a hash of what a system reads of rows; fine-tuned ones read no embeddings."""
+    digest = hashlib.sha256(rows.content().encode())
+    for part, values in sorted(rows.features.items()):
+        if part.partition("/")[0] == name.partition(" ")[0] and not is_costly(system):
+            digest.update(values.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def is_costly(system: System) -> bool:
@@ -296,21 +357,18 @@ def is_costly(system: System) -> bool:
     return bool(getattr(system, "is_costly", False))
 
 
-def curve_of(found: Compared, best: str, output: Path) -> dict[int, float]:
-    """Returns the best system's mean score by the number of training rows; kept for a second call."""
+def curve_of(found: Compared, best: str) -> dict[int, float]:
+    """Returns the best system's mean score by the number of training rows; {} if a fit takes minutes."""
     system, rows = found.systems[best], found.table.train
-    key = hashlib.sha256(json.dumps([best, repr(system), rows.content()]).encode()).hexdigest()
-    path = output / "scores" / f"curve-{key[:16]}.json"
     if is_costly(system):
         return {}
-    if not path.exists():
-        splits = folds(rows, 1)
-        few = replace(splits, draws=splits.draws[:6])
-        half = len(splits.draws[0][0])
-        sizes = [size for size in CURVE if size < half] + [half]
-        write_json(path, learning_curve(system, rows, few, sizes))
-    curve = {int(size): value for size, value in read_json(path).items()}
-    return curve | {folds(rows, 1, halves=2).train_rows: found.scores[best].mean}
+    splits = folds(rows, 1)
+    few = replace(splits, draws=splits.draws[:6])
+    half = len(splits.draws[0][0])
+    sizes = [size for size in CURVE if size < half] + [half]
+    learn = partial(kept_fit, folder_of_fits(found.fits, best, system, rows), lambda: None)
+    curve = learning_curve(system, rows, few, sizes, learn)
+    return curve | {splits.train_rows: found.scores[best].mean}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The report of finetune/compare.py: verdict, table, learning curve, suspicious labels and rows worth labelling."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,9 @@ def write_report(
     suspects = suspicious_labels(rows, scores[best])
     steps = abstention(rows, scores[best])
     save_best(found, best, fitted, steps, output)
-    by_size = curve_table(curve, rows.metric)
+    factor = factor_of(rows.metric)
+    by_size = [["training rows", rows.metric]]
+    by_size += [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
     sections = [
         ("Systems", table, ABOUT + ABOUT_TEST * bool(found.tests)),
         ("More labels", by_size, "Score of the best system by labels."),
@@ -45,7 +46,10 @@ def write_report(
         sections.append(("Rows to label next", next_rows, "The least certain ones, none twice."))
     if rows.kind == "class":
         what = "Share of rows that get a label if only sure ones do (predict.py --precision)."
-        sections.append(("Abstention", abstention_table(steps), what))
+        shown = [step for step in steps if step[0] in PRECISIONS]
+        shares = [["right of those", "rows with a label"]]
+        shares += [[f"{100 * wanted:.0f} %", f"{100 * share:.0f} %"] for wanted, _, share in shown]
+        sections.append(("Abstention", shares, what))
     with atomic_write(output / "report.md") as file:
         file.write(f"# {cell(found.name)}\n\n{cell(' '.join(lines))}\n")
         for title, listed, what in sections:
@@ -101,13 +105,6 @@ def score_table(found: Compared, best: str) -> list[list[str]]:
             row += [compare(own).score(), "" if name == best else str(compare(own, other))]
         table.append(row)
     return table
-
-
-def curve_table(curve: dict[int, float], metric: str) -> list[list[str]]:
-    """Returns the score by the number of training rows."""
-    factor = factor_of(metric)
-    rows = [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
-    return [["training rows", metric], *rows]
 
 
 def suspicious_labels(rows: Rows, scores: Scores) -> list[list[str]]:
@@ -181,13 +178,6 @@ def abstention(rows: Rows, scores: Scores) -> list[list[float]]:
             last = int(reached[-1])
             steps.append([wanted, float(confidence[order[last]]), (last + 1) / len(order)])
     return steps
-
-
-def abstention_table(steps: Sequence[Sequence[float]]) -> list[list[str]]:
-    """Returns the steps that are shown."""
-    shown = [step for step in steps if step[0] in PRECISIONS]
-    rows = [[f"{100 * wanted:.0f} %", f"{100 * share:.0f} %"] for wanted, _, share in shown]
-    return [["right of those", "rows with a label"], *rows]
 
 
 def save_best(

@@ -11,8 +11,8 @@ import numpy as np
 from finetune.settings import RowSettings
 from finetune.tasks import Array, first_of
 from multicls.console import count
-from multicls.errors import UserError, did_you_mean
-from multicls.evaluation import FOLDS, Rows
+from multicls.errors import UserError
+from multicls.evaluation import FOLDS, Rows, targets_of
 from multicls.labels import (
     LabelType,
     Names,
@@ -82,26 +82,6 @@ def read_own(own: RowSettings) -> OwnRows:
     return OwnRows(read.fields, first, second, [*read.notes, *ungrouped, *about])
 
 
-def targets_of(
-    kind: LabelType, classes: Sequence[str], labels: Sequence[Any], places: Sequence[str]
-) -> Array:
-    """Returns scores (N,), class indices (N,), or 0 and 1 (N, C) of labels by `multicls.labels.read_label`.
-
-    Raises:
-        UserError: A label is none of the classes; the message names its place.
-    """
-    if kind == "score":
-        return np.array(labels, dtype=float)
-    marks = np.zeros((len(labels), len(classes)))
-    for row, names in enumerate(labels):
-        for name in names:
-            if name not in classes:
-                hint = did_you_mean(name, classes)
-                raise UserError(f"{places[row]}: label {name!r} is not in the training rows.{hint}")
-            marks[row, classes.index(name)] = 1.0
-    return marks if kind == "multi_label" else marks.argmax(axis=1)
-
-
 def _groups(own: RowSettings, splits: Mapping[str, RawRows]) -> tuple[list[str], list[str]]:
     """Returns the group of each row of all splits, "" if it has none, and notes on splits without the column."""
     column, groups, notes = own.group_column or "", list[str](), list[str]()
@@ -125,16 +105,15 @@ def unlabelled_rows(own: RowSettings, new_file: str | None, table: OwnRows) -> R
         return None
     found, _ = with_texts(found, find_columns(*found[0], [table.fields]), "row")
     texts = [texts_of(row, table.fields, at) for at, row in found]
-    return rows_without_labels(table.train, texts, [at for at, _ in found])
-
-
-def rows_without_labels(
-    like: Rows, texts: Sequence[tuple[str, ...]], places: Sequence[str]
-) -> Rows:
-    """Returns texts as rows with the classes and the metric of others."""
-    targets = np.zeros((len(texts), *like.targets.shape[1:]))
-    more: dict[str, Any] = {"classes": like.classes, "metric": like.metric, "places": places}
-    return Rows(like.kind, targets, texts, **more)
+    like = table.train
+    return Rows(
+        like.kind,
+        np.zeros((len(texts), *like.targets.shape[1:])),
+        texts,
+        classes=like.classes,
+        metric=like.metric,
+        places=[at for at, _ in found],
+    )
 
 
 def predictions_of_file(

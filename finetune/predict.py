@@ -70,13 +70,10 @@ def label_rows(options: PredictOptions, rows: RawRows) -> tuple["DataFrame", lis
     texts, places = read_texts(system.fields, rows, options.text_column)
     outputs = system.predict(texts)
     answers = answers_of(system.kind, system.classes, outputs, system.shift)
-    return without_unsure(answers, threshold) if threshold else answers, places
-
-
-def without_unsure(answers: "DataFrame", threshold: float) -> "DataFrame":
-    """Returns the answers with an empty label where no probability reaches the threshold."""
-    unsure = answers.filter(regex="^p_").max(axis=1) < threshold
-    return answers.assign(predicted_label=answers["predicted_label"].mask(unsure, ""))
+    if options.precision:
+        unsure = answers.filter(regex="^p_").max(axis=1) < threshold
+        answers["predicted_label"] = answers["predicted_label"].mask(unsure, "")
+    return answers, places
 
 
 def read_texts(

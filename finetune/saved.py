@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from finetune.tasks import Task
 from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.corpus import Corpus, tokenizer_fingerprint
-from multicls.embeddings import Embedder, token_ids, topics_of
+from multicls.embeddings import Embedder, by_rows, token_ids, topics_of
 from multicls.errors import UserError
 from multicls.evaluation import Rows
 from multicls.files import atomic_write, read_json, write_json
@@ -68,13 +68,6 @@ def load_topics(path: Path) -> TopicTable:
     from safetensors.torch import load_file
 
     return TopicTable.of(load_file(path))
-
-
-def by_rows(parts: Mapping[str, Array], fields: int) -> dict[str, Array]:
-    """Returns embeddings of texts, (N * fields, F), by rows: (N, F), or (N, 2, F) of pairs."""
-    if fields == 1:
-        return dict(parts)
-    return {part: values.reshape(-1, fields, values.shape[1]) for part, values in parts.items()}
 
 
 def write_record(

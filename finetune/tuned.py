@@ -42,6 +42,7 @@ class Tuned:
     max_length: int
     learning_rate: float
     epochs: int
+    sha256: str = ""  # of the model in `source`; it tells systems apart, and changes nothing
     model: Any = field(default=None, init=False, repr=False)
     tokenizer: Any = field(default=None, init=False, repr=False)
     task: Task | None = field(default=None, init=False, repr=False)

@@ -63,8 +63,8 @@ def progress_bar(total: float, unit: str, description: str, **options: Any) -> A
     on_terminal = sys.stderr.isatty()
     options["leave"] = not on_terminal
     if not on_terminal:
-        layout = (
-            "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed}" if total else "{desc}: {n_fmt}{unit}"
-        )
+        layout = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed}, {remaining} left"
+        if not total:
+            layout = "{desc}: {n_fmt}{unit}"
         options |= {"file": _Lines(), "mininterval": 30.0, "bar_format": layout}
     return tqdm(total=total, unit=f" {unit}", desc=description, **options)

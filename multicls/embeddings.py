@@ -91,10 +91,14 @@ def embed_rows(
 ) -> dict[str, Array]:
     """Returns what `embed` does for rows of one text, (N, F), or of two, (N, 2, F)."""
     found = embed(encode, tokenizer, [text for row in rows for text in row], **options)
-    width = len(rows[0]) if rows else 1
-    if width == 1:
-        return found
-    return {part: values.reshape(len(rows), width, -1) for part, values in found.items()}
+    return by_rows(found, len(rows[0]) if rows else 1)
+
+
+def by_rows(parts: Mapping[str, Array], fields: int) -> dict[str, Array]:
+    """Returns embeddings of texts, (N * fields, F), by rows: (N, F), or (N, 2, F) of pairs."""
+    if fields == 1:
+        return dict(parts)
+    return {part: values.reshape(-1, fields, values.shape[1]) for part, values in parts.items()}
 
 
 def available(parts: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from multicls.errors import UserError
+from multicls.errors import UserError, did_you_mean
 from multicls.labels import LabelledRows, LabelType
 from multicls.measures import (
     LOWER_IS_BETTER,
@@ -94,13 +94,7 @@ def rows_of(table: LabelledRows, source: str) -> Rows:
     Raises:
         UserError: There are fewer than 20 rows or two rows per class, or all labels are alike.
     """
-    number = {name: index for index, name in enumerate(table.classes)}
-    if table.kind == "score":
-        targets = np.array(table.labels, dtype=float)
-    elif table.kind == "class":
-        targets = np.array([number[name] for (name,) in table.labels])
-    else:
-        targets = np.array([[float(n in names) for n in table.classes] for names in table.labels])
+    targets = targets_of(table.kind, table.classes, table.labels)
     total, least = len(targets), max(FEWEST_ROWS, 2 * len(table.classes))
     if total < least:
         what = f"{len(table.classes)} classes need" if least > FEWEST_ROWS else "a probe needs"
@@ -111,6 +105,26 @@ def rows_of(table: LabelledRows, source: str) -> Rows:
         raise UserError(f"{source}: {total} labelled rows: all labels are alike.")
     _, units = np.unique(["\0".join(texts) for texts in table.texts], return_inverse=True)
     return Rows(table.kind, targets, table.texts, units=units, classes=table.classes)
+
+
+def targets_of(
+    kind: LabelType, classes: Sequence[str], labels: Sequence[Any], places: Sequence[str] = ()
+) -> Array:
+    """Returns scores (N,), class indices (N,), or 0 and 1 (N, C) of labels by `labels.read_label`.
+
+    Raises:
+        UserError: A label is none of the classes; the message names its place.
+    """
+    if kind == "score":
+        return np.array(labels, dtype=float)
+    marks = np.zeros((len(labels), len(classes)))
+    for row, names in enumerate(labels):
+        for name in names:
+            if name not in classes:
+                hint = did_you_mean(name, classes)
+                raise UserError(f"{places[row]}: label {name!r} is not in the training rows.{hint}")
+            marks[row, classes.index(name)] = 1.0
+    return marks if kind == "multi_label" else marks.argmax(axis=1)
 
 
 class System(Protocol):
@@ -125,6 +139,9 @@ class System(Protocol):
         ...
 
 
+Learner = Callable[[System, Rows, Array, Array], Array]  # `fit_predict`, or what keeps its outputs
+
+
 @dataclass(frozen=True)
 class Splits:
     """Training sets, the same for all systems.
@@ -137,6 +154,17 @@ class Splits:
 
     folds: Array
     draws: tuple[tuple[Array, Array], ...]
+
+    @property
+    def training_sets(self) -> list[tuple[Array, Array]]:
+        """Training rows and scored rows of each fold of each repeat, then of each draw."""
+        every = np.arange(self.folds.shape[1])
+        of_folds = [
+            (every[fold != part], every[fold == part])
+            for fold in self.folds
+            for part in range(fold.max() + 1)
+        ]
+        return [*of_folds, *self.draws]
 
     @property
     def train_rows(self) -> int:
@@ -235,43 +263,43 @@ class Scores:
         )
 
 
+def fit_predict(system: System, rows: Rows, train: Array, scored: Array) -> Array:
+    """Returns the outputs (n, C) of a copy of the system for the scored rows, after it has learned from `train`."""
+    outputs = deepcopy(system).fit(rows.take(train)).predict(rows.take(scored))
+    return np.asarray(outputs, dtype=np.float64)
+
+
 def evaluate(
     systems: Mapping[str, System],
     rows: Rows,
     splits: Splits,
-    progress: Callable[[], object] = lambda: None,
+    learn: Learner = fit_predict,
 ) -> dict[str, Scores]:
     """Returns the scores of each system, by its name, in the rows' main metric.
 
     A row's value (`measures.row_values`) is for the metric over all rows of a repeat, or over a draw's scored rows.
 
     Args:
-        progress: Called after each fit.
+        learn: Called for each training set; `fit_predict`, or what reads the outputs of one that is finished.
     """
-    found = dict[str, Scores]()
-    every, total = np.arange(len(rows.targets)), len(rows.targets)
-
-    def learn(system: System, train: Array, scored: Array) -> Array:
-        outputs = deepcopy(system).fit(rows.take(train)).predict(rows.take(scored))
-        progress()
-        return np.asarray(outputs, dtype=np.float64)
+    found, sets, total = dict[str, Scores](), splits.training_sets, len(rows.targets)
+    number = len(sets) - len(splits.draws)  # of folds in all repeats
 
     def values(outputs: Array, scored: Array) -> Array:
         predicted = predictions_of(rows.kind, outputs)
         return row_values(rows.metric, rows.targets[scored], predicted)
 
     for name, system in systems.items():
-        outputs = list[Array]()
-        for fold in splits.folds:
-            parts = [every[fold == part] for part in range(fold.max() + 1)]
-            learned = [learn(system, np.setdiff1d(every, part), part) for part in parts]
-            outputs.append(np.concatenate(learned)[np.argsort(np.concatenate(parts))])
+        learned = [learn(system, rows, train, scored) for train, scored in sets]
+        outputs = np.empty((len(splits.folds), total, learned[0].shape[1]))
+        for n, (_, scored) in enumerate(sets[:number]):
+            outputs[n * len(splits.folds) // number, scored] = learned[n]
         draws = np.full((len(splits.draws), total), np.nan)
-        for number, (train, scored) in enumerate(splits.draws):
-            draws[number, scored] = values(learn(system, train, scored), scored)
-        folded = np.array([values(of, every) for of in outputs]).reshape(-1, total)
+        for n, (_, scored) in enumerate(splits.draws):
+            draws[n, scored] = values(learned[number + n], scored)
+        folded = np.array([values(of, np.arange(total)) for of in outputs]).reshape(-1, total)
         size = float(np.mean([len(train) for train, _ in splits.draws] or [0]))
-        found[name] = Scores(folded, draws, rows.units, size, np.array(outputs), rows.metric)
+        found[name] = Scores(folded, draws, rows.units, size, outputs, rows.metric)
     return found
 
 
@@ -430,7 +458,11 @@ def _variances_of_draws(draws: Array, units: Array) -> tuple[float, float]:
 
 
 def learning_curve(
-    system: System, rows: Rows, splits: Splits, sizes: Iterable[int]
+    system: System,
+    rows: Rows,
+    splits: Splits,
+    sizes: Iterable[int],
+    learn: Learner = fit_predict,
 ) -> dict[int, float]:
     """Returns a system's mean score by the number of training rows, on the rows that each draw scores.
 
@@ -445,5 +477,5 @@ def learning_curve(
                 parts.append((np.sort(order), scored))
         if parts:
             only = Splits(splits.folds[:0], tuple(parts))
-            curve[size] = evaluate({"": system}, rows, only)[""].mean
+            curve[size] = evaluate({"": system}, rows, only, learn)[""].mean
     return curve

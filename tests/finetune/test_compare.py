@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from finetune import compare, predict
 from finetune.compare_report import abstention
+from finetune.tuned import Tuned
 from multicls.errors import UserError
-from multicls.evaluation import Rows, Scores
+from multicls.evaluation import Rows, Scores, Splits, fit_predict
+from multicls.systems import Linear
 from tests.finetune.conftest import BAD, GOOD, NOUNS
 from tests.finetune.runs import write_rows
 
@@ -81,8 +84,7 @@ def test_a_second_call_computes_nothing(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("computed again")
 
-    for name in ("finetune.compare.evaluate", "finetune.compare.learning_curve"):
-        monkeypatch.setattr(name, refuse)
+    monkeypatch.setattr("finetune.compare.fit_predict", refuse)
     monkeypatch.setattr("multicls.embeddings.Embedder.embed", refuse)
     assert run(tmp_path, tiny_bert, train_file=train, repeats=1) == report
     changed = sentences(60)
@@ -90,6 +92,73 @@ def test_a_second_call_computes_nothing(
     write_rows(tmp_path / "train.csv", changed)
     with pytest.raises(AssertionError, match="computed again"):
         run(tmp_path, tiny_bert, train_file=train, repeats=1)
+
+
+@pytest.mark.parametrize(("system", "stop"), [("words", 9), ("tuned-mean", 1)])
+def test_a_killed_comparison_goes_on_at_its_fold(
+    system: str, stop: int, tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished folds are not fitted again, and all files are those of a comparison without a stop."""
+    fits = list[int]()
+
+    def stop_at(number: int) -> None:
+        def fit(*arguments: Any) -> Any:
+            if len(fits) == number:
+                raise KeyboardInterrupt
+            fits.append(len(arguments[2]))
+            return fit_predict(*arguments)
+
+        fits.clear()
+        monkeypatch.setattr(compare, "fit_predict", fit)
+
+    monkeypatch.setattr(compare, "fewer", lambda splits: Splits(splits.folds[:1] % 2, ()))
+    train = write_rows(tmp_path / "train.csv", sentences(40))
+    flags: dict[str, Any] = {"train_file": train, "systems": [system], "epochs": 1}
+    stop_at(1000)
+    report, every = run(tmp_path, tiny_bert, **flags), len(fits)
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "out").rglob("*.npy")}
+    shutil.rmtree(tmp_path / "out")
+    stop_at(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, tiny_bert, **flags)
+    stop_at(1000)
+    assert run(tmp_path, tiny_bert, **flags) == report and len(fits) == every - stop
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").rglob("*.npy")} == whole
+
+
+def test_a_fit_is_kept_as_long_as_nothing_changes_its_outputs(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = list[str]()
+
+    def fit(system: Any, rows: Rows, train: Any, scored: Any) -> Any:
+        fits.append(repr(system))
+        return np.eye(2)[rows.targets[scored]]
+
+    monkeypatch.setattr(compare, "fit_predict", fit)
+    train = write_rows(tmp_path / "train.csv", sentences(40))
+    table = compare.read_own(compare.CompareOptions(train_file=train))
+    rows = replace(table.train, features={"a/mean": np.zeros((40, 3)), "b/mean": np.ones((40, 3))})
+    tuned = Tuned("mean", "folder", 64, 1e-4, 10, "hash")
+
+    def number(*, repeats: int = 1, rows: Rows = rows, **systems: Any) -> int:
+        fits.clear()
+        named = {name.replace("_", " "): system for name, system in systems.items()}
+        compare.evaluate_all(named, replace(table, train=rows), repeats, tmp_path / "fits")
+        return len(fits)
+
+    linear: Any = {"a_mean": Linear.of("mean", "a")}
+    assert number(**linear) == 25 and number(**linear) == 0
+    assert number(repeats=2, **linear) == 5, "the others are finished"
+    other = {"a/mean": np.ones((40, 3)), "b/mean": np.ones((40, 3))}
+    assert number(rows=replace(rows, features=other), **linear) == 25
+    assert number(rows=replace(rows, metric="f1"), **linear) == 25
+    more = {**rows.features, "b/mean": np.zeros((40, 3))}
+    assert number(rows=replace(rows, features=more), **linear) == 0, "it reads those of a"
+    assert number(a_tuned=tuned) == 11
+    assert number(rows=replace(rows, features=other), a_tuned=tuned) == 0, "it reads texts"
+    assert number(a_tuned=replace(tuned, sha256="other weights")) == 11
+    assert number(a_tuned=replace(tuned, learning_rate=2e-4)) == 11
 
 
 def test_the_saved_linear_system_predicts_what_was_evaluated(
