@@ -66,6 +66,7 @@ TRAINED = {  # systems by the minutes of their training
     "TSDAE": ("tsdae", "cls+topics"),
     "adjacent passages": ("adjacent", "mean+topics"),
 }
+BESIDE = 0.3  # minutes between points of equal time
 IMAGES = REPOSITORY / "docs" / "images"
 PROBES = RESULTS / "probe"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md")
@@ -227,14 +228,17 @@ def accuracies(records: Records, system: System) -> Mapping[int, tuple[float, fl
 
 def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
     """Draws the average gain by minutes of training; returns True if there is a trained system."""
-    for color, (label, system) in zip(colors, TRAINED.items(), strict=True):
+    for number, (label, system) in enumerate(TRAINED.items()):
         minutes = [r.training_minutes for r in records.records if r.system == system[0]]
         known = [0.0] if system == TOPICS else [m for m in minutes if m is not None]
         change = records.differences(list(JUDGES), system, ORIGINAL)[-1]
         if known and change:
             x, y = sum(known) / len(known), 100 * change.mean
+            x += (
+                BESIDE * (number - len(TRAINED) / 2) if x else 0.0
+            )  # those of equal time stand side by side
             half = 50 * (change.high - change.low)
-            axes.errorbar(x, y, yerr=half, fmt="o", color=color, label=label)
+            axes.errorbar(x, y, yerr=half, fmt="o", color=colors[number], label=label)
     axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
     axes.set_xlim(left=-0.5)
     axes.set_xlabel("minutes of training")
