@@ -183,7 +183,7 @@ class RunSettings(Settings):
     keep_checkpoints: PositiveInt = Field(2, description="number of newest checkpoints to keep")
     milestone_every: PositiveInt | None = Field(None, description="interval of checkpoints to keep")
     keep_best: Literal["probe"] | None = Field(
-        None, description="probe: keep and export the checkpoint with the best probe"
+        None, description="probe: export the step with the best probe"
     )
     time_limit: float | None = Field(None, gt=0, description="save and exit after these minutes")
     profile: PositiveInt | None = Field(

@@ -77,10 +77,10 @@ import datetime, sys, time
 sys.path[0] = {repository!r}
 import deepspeed
 import torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))  # the ranks meet in it, too
 from multicls.distributed import leave_deepspeed, on_rank_0, prepare_deepspeed
 prepare_deepspeed()
-answer = on_rank_0(lambda: time.sleep(2.5) or "done")  # as when a checkpoint is converted
+answer = on_rank_0(lambda: time.sleep(7.5) or "done")  # as when a checkpoint is converted
 print(f"{{answer}} on {{dist.get_rank()}}\\n", end="", flush=True)
 leave_deepspeed()
 """
