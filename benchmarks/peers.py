@@ -44,7 +44,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "adjacent": {"learning_rate": 5e-5, "per_device_train_batch_size": 64, "warmup_steps": 0.1},
 }
 LENGTHS = {"mlm": 128, "tsdae": 75, "simcse": 32, "adjacent": 75}  # tokens of an input
-DELETED = 0.6  # share of a text's words that TSDAE deletes
+DELETED = (
+    0.6  # share of a text's words that TSDAE deletes, as in its paper; its example deletes 0.4
+)
 TRIALS = (2, 10)  # steps
 RECORD = "record.json"
 

@@ -390,7 +390,7 @@ PACKERS |= {name: compressor(name) for name in ("zst", "lz4")}
 
 @pytest.mark.parametrize("packed", PACKERS)
 def test_nothing_after_damage_is_passed_over_in_silence(packed: str, tmp_path: Path) -> None:
-    """Of three streams the second has no beginning, or the last has no end. Zeros between streams are no damage."""
+    """Text after a damaged stream is read or reported: the second of three has no beginning, or the last no end."""
     streams = [PACKERS[packed](f"{story(400, n)}\n".encode()) for n in range(3)]
     path, text = tmp_path / f"a.txt.{packed}", "\n".join(story(400, n) for n in range(3))
     zeros = b"" if packed in ("zst", "lz4") else bytes(64)

@@ -116,7 +116,7 @@ def mixed(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Cor
 
 @pytest.fixture(scope="module")
 def table(mixed: Corpus) -> pd.DataFrame:
-    """What training sees of it."""
+    """Returns what training sees of the corpus."""
     return stats.training_table(mixed, SPECIAL_IDS, 48)
 
 
