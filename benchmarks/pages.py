@@ -1,18 +1,22 @@
-"""Makes the figures and tables of README and the pages from the records in benchmarks/results.
+"""Makes the figures, diagrams and tables of README and the pages from the records in benchmarks/results.
 
 python benchmarks/pages.py           # or: make results
 
-Between `<!-- results:NAME -->` and `<!-- /results -->` a page holds what TABLES or VALUES call NAME. Nothing is
+Between `<!-- results:NAME -->` and `<!-- /results -->` a page holds what CONTENTS calls NAME. Nothing is
 computed but differences and their intervals: benchmarks/domains.py makes the records, and never the same one twice.
+Diagrams come from diagrams.yaml.
 """
 
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import yaml
 
 from benchmarks.records import RESULTS, Records
 from multicls.errors import UserError, run_command
@@ -28,10 +32,8 @@ ADAPTED: System = ("adapted_64", "mean+facets+topics")
 # The primary comparison, named before any of it was measured: at the same length, what does the training add to a
 # model that has the topics of the same documents?
 PRIMARY = (ADAPTED, TOPICS)
-EXPORTED: System = (
-    "exported_64",
-    "all parts",
-)  # of the step, 0 included, that the probe chose by 300 other rows
+# The model of the step, 0 included, that the probe chose by 300 other rows.
+EXPORTED: System = ("exported_64", "all parts")
 LABELS = 100  # of the tables
 BOTH, OF_FACETS = ("mean", "mean+topics"), ("facets", "mean+topics", ADAPTED[1])
 SYSTEMS = {  # rows of the table of all systems: name in the records, and views
@@ -71,6 +73,8 @@ IMAGES = REPOSITORY / "docs" / "images"
 PROBES = RESULTS / "probe"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md")
 MARKED = re.compile(r"(<!-- results:(\w+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
+SUBSCRIPT = re.compile(r"_\{(.*?)\}([^_]*)")
+LOWERED = r'<tspan dy="4" font-size="11">\1</tspan><tspan dy="-4">\2</tspan>'
 THEMES = {  # ending of the file's name -> text, grid and colours of series
     "": ("#1f2328", "#d1d9e0", ("#0969da", "#bc4c00", "#6e7781", "#1a7f37", "#8250df", "#bf3989")),
     "-dark": (
@@ -234,9 +238,8 @@ def draw_minutes(axes: Any, records: Records, colors: Sequence[str]) -> bool:
         change = records.differences(list(JUDGES), system, ORIGINAL)[-1]
         if known and change:
             x, y = sum(known) / len(known), 100 * change.mean
-            x += (
-                BESIDE * (number - len(TRAINED) / 2) if x else 0.0
-            )  # those of equal time stand side by side
+            if x:  # those of equal time stand side by side
+                x += BESIDE * (number - len(TRAINED) / 2)
             half = 50 * (change.high - change.low)
             axes.errorbar(x, y, yerr=half, fmt="o", color=colors[number], label=label)
     axes.axhline(0, linewidth=1, color=axes.spines["left"].get_edgecolor())
@@ -302,6 +305,19 @@ def draw(records: Records, folder: Path) -> Iterator[Path]:
                 pyplot.close(figure)
 
 
+def diagrams() -> Iterator[tuple[str, str]]:
+    """Yields file name and SVG of each diagram of diagrams.yaml."""
+    import jinja2
+
+    folder = Path(__file__).parent
+    loader = jinja2.FileSystemLoader(folder)
+    environment = jinja2.Environment(loader=loader, keep_trailing_newline=True)
+    environment.filters["subscripts"] = partial(SUBSCRIPT.sub, LOWERED)
+    template = environment.get_template("diagram.svg.j2")
+    for name, content in yaml.safe_load((folder / "diagrams.yaml").read_text("utf-8")).items():
+        yield f"{name}.svg", template.render(content)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes figures and pages."""
     records = Records.read(RESULTS)
@@ -309,6 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{RESULTS}: no records; benchmarks/domains.py makes them.")
     for path in draw(records, IMAGES):
         print(f"written: {path}")
+    for name, svg in diagrams():
+        with atomic_write(IMAGES / name) as file:
+            file.write(svg)
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         with atomic_write(path) as file:

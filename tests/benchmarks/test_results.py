@@ -74,6 +74,14 @@ def test_a_page_gets_what_its_marks_name(records: Records) -> None:
         pages.filled(page.replace("primary", "primray"), records)
 
 
+def test_diagrams_are_those_of_their_source() -> None:
+    found = dict(pages.diagrams())
+    assert set(found) == {"how.svg", "flow.svg", "choose.svg", "method.svg"}
+    for name, svg in found.items():
+        assert (pages.IMAGES / name).read_text(encoding="utf-8") == svg, name
+    assert "W<tspan" in found["method.svg"], "subscripts are drawn as such"
+
+
 def test_pages_hold_what_the_records_say() -> None:
     records = Records.read(pages.RESULTS)
     for path in pages.PAGES:
