@@ -27,11 +27,11 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from multicls.deepspeed_config import Precision
 from multicls.distributed import safe_unpickling, uses_cuda
 from multicls.errors import UserError
-from multicls.modeling_multicls import UNPADDING, encoder_layers, mcqt_loss, part_scores
+from multicls.modeling_multicls import UNPADDING, encoder_layers
 from multicls.optim import parameter_groups
 from pretrain.batches import MicroBatch
 from pretrain.graphs import Graphs, pad_positions
-from pretrain.metrics import NORMALIZED, Terms, loss_terms, measure, right_answers
+from pretrain.metrics import NORMALIZED, Terms, loss_terms, measure
 from pretrain.settings import PretrainSettings, TrainSettings
 
 # Encoders whose step compiling halves on a GPU; BERT's takes 9 % to 17 % longer (docs/results.md).
@@ -194,9 +194,6 @@ class Engine:
         )[0]
         self.module, self.device = self.deepspeed.module, torch.device(self.deepspeed.device)
         self._group, self._unpad = train.negatives_group, train.unpad is True
-        # With negatives of all ranks, MCQT's gradient comes from `gather_negatives`, not from the loss of a pass.
-        self._gathers = train.negatives == "ranks" and "mcqt" in self._weights
-        self._objectives = tuple(n for n in self._weights if n != "mcqt" or not self._gathers)
         self._passes = int(self.deepspeed.gradient_accumulation_steps())
         self._scale = torch.ones((), device=self.device)  # of the loss in fp16
         self._terms: dict[str, float | str] = {}  # of a recorded pass
@@ -219,52 +216,11 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
 
-    def gather_negatives(
-        self, batches: Sequence[MicroBatch], seeds: Sequence[int]
-    ) -> tuple[Sequence[Tensor | None], Terms]:
-        """Computes MCQT among all examples of a step, over its micro-batches and ranks, before the passes.
-
-        The gradients of a large group are cached (Gao et al., 2021, arXiv:2101.06983): the embeddings of all
-        micro-batches are computed without gradients, the loss gives their gradients, and each pass continues from its
-        part of them. The result is that of one group in one pass. It costs one more forward pass.
-
-        Returns:
-            The gradients of the facet embeddings of each of this rank's micro-batches, (B, S, D), or None where groups
-            stay in a micro-batch; and terms of metrics.
-        """
-        if not self._gathers:
-            return [None] * len(batches), {}
-        embedded = []
-        with torch.no_grad():
-            for batch, seed in zip(batches, seeds, strict=True):
-                torch.manual_seed(seed)
-                embedded.append(self._forward(batch.inputs).facet_embeddings.float())
-        local = torch.stack(embedded)
-        ranks, rank, parts = dist.get_world_size(), dist.get_rank(), self.module.config.num_parts
-        gathered = local.new_empty(ranks, *local.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), local.contiguous())
-        # Micro-batch s of a step belongs to rank s modulo their number, and is part-major, as one large group would be.
-        leaf = gathered.unflatten(2, (parts, -1)).permute(2, 1, 0, 3, 4, 5).flatten(0, 3)
-        leaf = leaf.contiguous().requires_grad_()
-        config = self.module.config
-        scores = part_scores(leaf, parts, config.mcqt_lambda)
-        loss = mask_nonfinite(mcqt_loss(scores, scale=config.mcqt_scale))
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        shape = (parts, len(batches), ranks, -1)
-        own = gradient.unflatten(0, shape)[:, :, rank].transpose(0, 1).flatten(1, 2)
-        terms: Terms = {
-            "loss/mcqt": (loss.detach(), 1.0),
-            "acc/mcqt": right_answers(scores, len(scores[0])),
-        }
-        # The mean over ranks and micro-batches, which DeepSpeed takes, must be the sum of the parts.
-        return (own * (len(batches) * ranks * self._weights["mcqt"])).unbind(), terms
-
     def run_pass(
         self,
         batch: MicroBatch,
         normalizers: Tensor,
         seed: int,
-        facet_gradients: Tensor | None = None,
         measured: bool = False,
     ) -> Terms:
         """Makes the forward and backward pass of a micro-batch, and the update after a step's last one.
@@ -272,15 +228,12 @@ class Engine:
         Args:
             normalizers: Divisors of the losses `NORMALIZED`, (3,).
             seed: Seeds the dropout.
-            facet_gradients: (B, S, D), of `gather_negatives`.
             measured: Adds accuracies and facet statistics to the losses. A graph always has them.
 
         Returns:
             The terms of metrics, on the device.
         """
         inputs = {**batch.inputs, "normalizers": normalizers}
-        if facet_gradients is not None:
-            inputs["facet_gradients"] = facet_gradients
         if self.is_fp16:
             self._scale.fill_(self.deepspeed.optimizer.loss_scale)
         if self._graphs and not self._graphs.problem:
@@ -309,11 +262,8 @@ class Engine:
         """Makes a forward and a backward pass; the gradients are then in the flat tensors, or in DeepSpeed's."""
         inputs = dict(inputs)
         normalizers = dict(zip(NORMALIZED, inputs.pop("normalizers").unbind(), strict=True))
-        facet_gradients = inputs.pop("facet_gradients", None)
-        outputs = self._forward(inputs, normalizers, self._objectives)
+        outputs = self._forward(inputs, normalizers, tuple(self._weights))
         weighted = [self._weights[name] * loss for name, loss in outputs.losses.items()]
-        if facet_gradients is not None:
-            weighted.append((outputs.facet_embeddings.float() * facet_gradients).sum())
         total = mask_nonfinite(torch.stack(weighted).sum())
         if self._flat:
             total = total / self._passes

@@ -92,10 +92,6 @@ class TrainSettings(Settings):
         "auto", description="examples of a forward pass; auto: largest with at most 32,768 tokens"
     )
     negatives_group: PositiveInt = Field(10, description="examples that are each other's negatives")
-    negatives: Literal["group", "ranks"] = Field(
-        "group",
-        description="ranks: all examples of a step, over its passes and ranks, are one group",
-    )
     learning_rate: float = Field(2e-5, gt=0, description="peak learning rate")
     head_lr_factor: float = Field(
         1.0,

@@ -250,11 +250,11 @@ def _note_on_micro_batches(folder: RunFolder, step: int, train: TrainSettings) -
 
 def _notes_on_objectives(settings: PretrainSettings, model: Any) -> list[str]:
     """Returns a line with the weights of the loss and chance, and a warning if a new MLM head drowns the others."""
-    weights, train = settings.objective.in_use, settings.train
+    weights = settings.objective.in_use
     terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
     chance = ""
     if "mcqt" in weights:  # both directions among the other two parts, or one
-        group = train.global_batch_size if train.negatives == "ranks" else train.negatives_group
+        group = settings.train.negatives_group
         value = 2 * math.log(2 * group) if settings.num_parts == 3 else math.log(group)
         chance = f"; chance of mcqt is {value:.2f}"
     lines = [f"loss = {terms}{chance}"]

@@ -53,12 +53,10 @@ def train_step(
     engine.set_learning_rate(lr_at(step, train))
     batches = [batch.to(engine.device) for batch in batches]
     normalizers = exchange_counts_and_votes(batches, stop or StopRequest(), engine.device)
-    seeds = [dropout_seed(train.seed, batch.number) for batch in batches]
-    facet_gradients, shared = engine.gather_negatives(batches, seeds)
-    terms = []
-    for batch, seed, gradients in zip(batches, seeds, facet_gradients, strict=True):
-        terms.append(engine.run_pass(batch, normalizers, seed, gradients, measured) | shared)
-    return terms
+    return [
+        engine.run_pass(batch, normalizers, dropout_seed(train.seed, batch.number), measured)
+        for batch in batches
+    ]
 
 
 def exchange_counts_and_votes(

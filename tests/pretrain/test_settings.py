@@ -118,7 +118,6 @@ def test_identity_is_what_decides_numbers(tiny_corpus: Path) -> None:
             {"fp16": {"initial_scale_power": 9, "enabled": "auto"}},
         ),
         "train.precision": ([], {"precision": "bf16"}),
-        "train.negatives": (["--train.negatives=ranks"], {}),
         "dropout of attention (train.unpad)": ([], {"dropout": 0.0}),
         "DeepSpeed's zero_optimization.round_robin_gradients": (
             [],
