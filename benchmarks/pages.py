@@ -34,7 +34,7 @@ ADAPTED: System = ("adapted_64", "mean+facets+topics")
 PRIMARY = (ADAPTED, TOPICS)
 # The model of the step, 0 included, that the probe chose by 300 other rows.
 EXPORTED: System = ("exported_64", "all parts")
-LABELS = 100  # of the tables
+MASKED_CLS: System = ("masked_original", "cls")
 BOTH, OF_FACETS = ("mean", "mean+topics"), ("facets", "mean+topics", ADAPTED[1])
 SYSTEMS = {  # rows of the table of all systems: name in the records, and views
     "original model, 64 tokens": ("original_64", BOTH),
@@ -116,12 +116,30 @@ def all_systems(records: Records) -> str:
 
 def primary(records: Records) -> str:
     """Returns the table of the primary comparison, and what the exported model and topics gain."""
-    rows = []
     comparisons = {
         "**what the training adds**": PRIMARY,
         "exported: the probe chose the step": (EXPORTED, TOPICS),
         "what topics add to the original mean": (TOPICS, ORIGINAL),
     }
+    return compared(records, comparisons)
+
+
+def masked(records: Records) -> str:
+    """Returns the table of what the training adds to a masked LM, against its best untouched views."""
+    comparisons = {
+        "facets, against the original [CLS]": (("masked_adapted", "facets"), MASKED_CLS),
+        "facets and topics, against the original [CLS] and topics": (
+            ("masked_adapted", "facets+topics"),
+            (MASKED_CLS[0], "cls+topics"),
+        ),
+        "topics, beside the original [CLS]": ((MASKED_CLS[0], "cls+topics"), MASKED_CLS),
+    }
+    return compared(records, comparisons)
+
+
+def compared(records: Records, comparisons: Mapping[str, tuple[System, System]]) -> str:
+    """Returns a table with a row for each pair of systems: the first one against the second."""
+    rows = []
     for name, (first, second) in comparisons.items():
         check_lengths(records, first, second)
         cells = map(points, records.differences(list(JUDGES), first, second))
@@ -151,6 +169,7 @@ CONTENTS: dict[str, Callable[[Records], str]] = {
     "systems": all_systems,
     "primary": primary,
     "peers": peers,
+    "masked": masked,
 }
 
 
