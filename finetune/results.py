@@ -132,7 +132,7 @@ def score_split(rows: TaskData, split: str, outputs: Array) -> tuple[Record, "Da
     change = compare(scores_of([values], table["unit"].to_numpy(str), task.metrics[0]))
     entry = {
         "rows": len(values),
-        "interval": [change.low, min(1.0, change.high)],
+        "interval": list(change.interval),
         "scores": score_predictions(task, examples, outputs),
         "baselines": score_predictions(task, examples, guesses),
     }
@@ -257,9 +257,14 @@ def load_results(folder: Path) -> list[Record]:
     runs = dict[str, Record]()
     for path in sorted(folder.glob(f"*/*/*/{RECORD}")):
         record = read_record(path.parent) or {}
-        for entry in record["tasks"]:
+        hashes = record["data_sha256"].split("+")
+        for entry, data_sha256 in zip(record["tasks"], hashes, strict=True):
             picking = entry["splits"].get("validation", entry["splits"]["dev"])
-            run = record | entry | {"selection_score": picking["scores"][entry["metric"]]}
+            own = {
+                "selection_score": picking["scores"][entry["metric"]],
+                "data_sha256": data_sha256,
+            }
+            run = record | entry | own
             runs.setdefault(repr([run[key] for key in keys]), run)
     if not runs:
         what = "no finished run" if folder.is_dir() else "no such folder"

@@ -7,6 +7,7 @@ that model's pooling, prompt, Dense and Normalize.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,16 @@ class Embedder:
                 self.topics = getattr(self.model, "topics", None)
                 most = min(_positions(self.model.config), self.tokenizer.model_max_length)
         self.max_length = min(max_length or MOST_TOKENS, int(most))
+        least = len(self.tokenizer("")["input_ids"]) + 1
+        if self.max_length < least:
+            raise UserError(f"--max_length {max_length}: {folder} reads {least} to {most} tokens.")
         if self.is_sentence_transformer:
             self.model.max_seq_length = self.max_length
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash (16 hex digits) of all files that decide the embeddings."""
+        return model_sha256(self.folder)
 
     @property
     def is_sentence_transformer(self) -> bool:

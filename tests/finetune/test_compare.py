@@ -197,6 +197,7 @@ def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -
         tmp_path, tiny_bert, train_file=train, systems=["words"], predictions=[f"llm={theirs}"]
     )
     assert "| llm | 100.0 (95.0 to 100.0) |" in report
+    assert not (tmp_path / "out" / "cache").exists(), "nothing reads embeddings"
     assert "model" in {path.name for path in (tmp_path / "out").iterdir()}
     write_rows(tmp_path / "llm.csv", rows[1:])
     with pytest.raises(UserError, match="holds no prediction for the text of .*train.csv:2"):
@@ -209,9 +210,21 @@ def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -
         ({}, "20 labelled rows; set 20|19 labelled rows"),
         ({"systems": ["wrods"]}, "--systems wrods: no such system. Did you mean 'words'"),
         ({"systems": ["tuned-maen"]}, "tuned-maen: no such system. Did you mean 'tuned-mean'"),
+        ({"systems": ["majority"]}, "--systems majority: none of them learns; add one"),
+        ({"predictions": ["words=x.csv"]}, "--predictions words: two systems have this name"),
+        ({"predictions": ["tiny=x.csv"]}, "--predictions tiny: two systems have this name"),
+        ({"max_length": 2}, "--max_length 2: .* reads 3 to 64 tokens"),
     ],
 )
-def test_refused(tmp_path: Path, tiny_bert: Path, flags: dict[str, Any], message: str) -> None:
+def test_refused(
+    tmp_path: Path,
+    tiny_bert: Path,
+    flags: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each mistake is found before a text is embedded."""
+    monkeypatch.delattr("multicls.embeddings.Embedder.embed")
     number = 40 if flags else 19
     train = write_rows(tmp_path / "train.csv", sentences(number))
     with pytest.raises(UserError, match=message):

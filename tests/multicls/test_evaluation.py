@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import pearsonr
 from sklearn.metrics import f1_score, matthews_corrcoef
 
+from multicls.errors import UserError
 from multicls.evaluation import (
     Difference,
     Rows,
@@ -260,7 +261,20 @@ def test_differences_are_shown_in_points_and_words() -> None:
     unclear = Difference(0.0123, -0.001, 0.02)
     assert unclear.verdict("a", "b") == "a against b: no clear change, +1.2 (-0.1 to +2.0)"
     assert Difference(0.712, 0.689, 0.734).score() == "71.2 (68.9 to 73.4)"
+    assert Difference(0.02, -0.03, 1.07).score() == "2.0 (0.0 to 100.0)", "an accuracy is a share"
+    assert Difference(0.02, -0.03, 0.07, metric="spearman").score() == "2.0 (-3.0 to 7.0)"
+    assert Difference(0.02, -0.03, 0.07, metric="mean(f1a,em)").score() == "2.0 (0.0 to 7.0)"
+    assert Difference(-0.02, -0.03, 0.07, metric="mean of 2 tasks").score() == "-2.0 (-3.0 to 7.0)"
+    assert str(Difference(0.5, -19.0, 19.0)) == "+50.0 (-100.0 to +100.0)"
+    small = Difference(0.0312, -0.001, 0.0634, metric="mae")
+    assert small.score() == "0.0312 (0 to 0.0634)" and str(small).startswith("+0.0312 (-0.001 ")
+    assert Difference(12345.6, 9e3, 2e4, metric="mae").score() == "12,346 (9,000 to 20,000)"
     assert str(Difference(0.0123, -np.inf, np.inf)).startswith("+1.2 (no interval: ")
+
+
+def test_rows_of_one_group_cannot_be_divided() -> None:
+    with pytest.raises(UserError, match="all 20 rows are of one group or text"):
+        folds(Rows("class", np.arange(20) % 2, units=np.zeros(20, dtype=int)))
 
 
 def test_draws_and_the_learning_curve() -> None:
