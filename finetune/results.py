@@ -20,7 +20,6 @@ from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.evaluation import Scores, compare
 from multicls.files import atomic_folder, atomic_write, lock_holder, read_json, write_json
-from multicls.labels import LabelType
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
@@ -178,8 +177,7 @@ def save_model(
         save_fine_tuned(system.model, system.tokenizer, fresh, card)
         task = tasks[0]
         if len(tasks) == 1 and not (task.num_choices or task.num_spans):
-            kind: LabelType = "score" if task.is_regression else "class"
-            write_record(fresh, "tuned", kind, task.labels, task.fields)
+            write_record(fresh, "tuned", task.kind, task.labels, task.fields)
 
 
 def read_record(folder: Path) -> Record | None:

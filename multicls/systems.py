@@ -181,7 +181,7 @@ class RidgeSystem:
         shift = _shift(rows, unseen)
         if rows.kind == "class":
             self.fitted = replace(self.fitted, bias=self.fitted.bias + shift)
-            self.temperature = _temperature(unseen + shift, rows.targets.astype(int))
+            self.temperature = fit_temperature("class", unseen + shift, rows.targets)
         elif rows.kind == "multi_label":
             slope, intercept = _logits(unseen, rows.targets)
             self.temperature, self.thresholds = 1 / slope, -shift
@@ -258,17 +258,30 @@ def _shift(rows: Rows, unseen: Array) -> Array:
     return shift
 
 
-def _temperature(outputs: Array, labels: Array) -> float:
-    """Returns the T that makes the labels (N,) most likely under softmax(outputs / T)."""
-    from scipy.optimize import minimize_scalar
-    from scipy.special import log_softmax
+def fit_temperature(
+    kind: LabelType,
+    outputs: Array,
+    labels: Array,
+    bounds: tuple[float, float] = (-6, 2),
+    spread: float = np.inf,
+) -> float:
+    """Returns the T that makes the labels, class indices (N,) or marks (N, C), most likely by outputs / T.
 
-    rows = np.arange(len(labels))
+    `bounds` are those of log T, `spread` the standard deviation of its prior, whose mean is 0.
+    """
+    from scipy.optimize import minimize_scalar
+    from scipy.special import log_expit, log_softmax
 
     def cost(log_t: float) -> float:
-        return -float(log_softmax(outputs / np.exp(log_t), axis=1)[rows, labels].sum())
+        scaled = outputs / np.exp(log_t)
+        if kind == "multi_label":
+            likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
+        else:
+            rows = np.arange(len(labels))
+            likelihood = log_softmax(scaled, axis=1)[rows, labels.astype(int)].sum()
+        return float(0.5 * (log_t / spread) ** 2 - likelihood)
 
-    return float(np.exp(minimize_scalar(cost, bounds=(-6, 2), method="bounded").x))
+    return float(np.exp(minimize_scalar(cost, bounds=bounds, method="bounded").x))
 
 
 def _logits(outputs: Array, marks: Array) -> tuple[float, float]:

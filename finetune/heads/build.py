@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from multicls.errors import UserError, first_line
 from multicls.files import REPOSITORY, missing_folder, read_json
 from multicls.sample import SAMPLE, sample_model
-from multicls.tokenization import keep_words
+from multicls.tokenization import model_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -24,8 +24,6 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 ENTRY = "task_model"  # a saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
-PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack, and a tenth of it
-PAD_TO = 64  # but always as many as an export may add: any vocabulary is a multiple of it
 
 
 class Incompatible(UserError):
@@ -67,18 +65,15 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
     from multicls.build import load_problems, load_weights, quiet_transformers
-    from multicls.modeling_multicls import MultiClsConfig
+    from multicls.embeddings import most_tokens
 
     torch.manual_seed(settings.seed)
     name, folder = settings.model, find_checkpoint(settings.model)
     with load_problems(str(folder)), quiet_transformers():
         encoder, _ = load_weights(AutoModel, str(folder), r"(.*\.)?pooler\..*")
-        tokenizer = load_tokenizer(folder, encoder.config.vocab_size)
-    sizes = encoder.config
-    if not isinstance(sizes, MultiClsConfig):
-        sizes = MultiClsConfig(encoder=sizes.to_dict(), num_facets=0)  # a copy: the encoder's stays
+        tokenizer = model_tokenizer(folder, encoder.config.vocab_size)
     least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
-    most = min(sizes.max_tokens, tokenizer.model_max_length)
+    most = most_tokens(encoder.config, tokenizer)
     longest = max(task.max_length for task in tasks)
     if not least <= longest <= most:
         raise UserError(f"--max_length {longest}: {name} reads {least} to {most} tokens.")
@@ -104,7 +99,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
 
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
-        return model, load_tokenizer(folder, model.encoder.config.vocab_size)
+        return model, model_tokenizer(folder, model.encoder.config.vocab_size)
 
 
 def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
@@ -133,19 +128,3 @@ def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: 
         shutil.copy(file, folder)
     (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """Returns a folder's tokenizer, to which "[SEP]" is text like any; a ValueError if it is missing or another's."""
-    from transformers import AutoTokenizer
-
-    options = {"split_special_tokens": True, "trust_remote_code": False}
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    keep_words(tokenizer)
-    lacks = vocab_size - len(tokenizer)
-    if not 0 <= lacks <= max(PAD_TO, min(0.1 * vocab_size, PADDING)):
-        raise ValueError(
-            f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
-            f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"
-        )
-    return tokenizer
