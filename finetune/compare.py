@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its nam
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from finetune.heads import HEADS
+from finetune.heads import HEADS, OF_FACETS
 from finetune.own_data import OwnRows, predictions_of_file, read_own, unlabelled_rows
 from finetune.results import scores_of
 from finetune.settings import RowSettings, safe_name
@@ -233,7 +233,7 @@ def embed_by(
 def systems_of_model(
     name: str, source: str, model: "Embedder", options: CompareOptions, rows: Rows
 ) -> dict[str, System]:
-    """Returns the systems on a model: linear ones on its parts, also those that `--systems` names, and all heads."""
+    """Returns the systems on a model: linear ones on its parts, also those that `--systems` names, and heads."""
     from finetune.tuned import Tuned
 
     own, parts = model.parts[0], {*model.parts, "topics"}
@@ -247,7 +247,8 @@ def systems_of_model(
     }
     if rows.kind == "score" and len(rows.texts[0]) == 2:
         systems[f"{name} cosine"] = Cosine(f"{name}/{own}")
-    for head in HEADS:
+    heads = [head for head in HEADS if model.num_facets or head not in OF_FACETS]
+    for head in heads:
         systems[f"{name} tuned-{head}"] = Tuned(
             head, source, model.max_length, options.learning_rate, options.epochs, model.sha256
         )

@@ -185,22 +185,15 @@ def save_best(
     found: Compared, best: str, fitted: Any, steps: list[list[float]], output: Path
 ) -> None:
     """Saves the fitted system in `output`/model with all that it needs."""
-    from finetune.saved import copy_encoder, write_record
-    from finetune.tuned import Tuned
-    from multicls.systems import Words
+    from finetune.saved import LOADERS, copy_encoder, write_record
 
     rows, (name, _, _) = found.table.train, best.partition(" ")
-    loader = (
-        "words" if isinstance(fitted, Words) else "tuned" if isinstance(fitted, Tuned) else "linear"
-    )
-    more: dict[str, Any] = {
-        "name": best,
-        "score": compare(found.scores[best]).score(),
-        "abstention": steps,
-    }
+    loader = next(key for key, kind in LOADERS.items() if isinstance(fitted, kind))
+    more: dict[str, Any] = {"name": best, "score": compare(found.scores[best]).score()}
     with atomic_folder(output / "model") as fresh:
         fitted.save(fresh)
         if loader == "linear":
             more["max_length"] = found.models[name].max_length
             copy_encoder(fresh, found.models[name].folder, found.topics[name])
+        more["abstention"] = steps
         write_record(fresh, loader, rows.kind, rows.classes, found.table.fields, **more)

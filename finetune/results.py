@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from finetune.heads.build import save_fine_tuned
+from finetune.heads.build import model_card, save_fine_tuned
 from finetune.settings import READ_BY, RunSettings
 from finetune.tasks import Array, TaskData
 from multicls.cards import cell
@@ -149,7 +149,7 @@ def save_model(
     system: TrainedSystem, rows: Sequence[TaskData], settings: RunSettings, record: Record
 ) -> None:
     """Saves the model of a run with its card, and for predict.py what its task is, if it is one of plain texts."""
-    from finetune.saved import model_card, write_record
+    from finetune.saved import write_record
 
     assert system.model and system.tokenizer
     tasks = [part.task for part in rows]

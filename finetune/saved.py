@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks import Task
-from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
+from finetune.tuned import Tuned
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.embeddings import Embedder, by_rows, token_ids, topics_of
 from multicls.errors import UserError
@@ -27,6 +26,7 @@ SYSTEM = "system.json"
 ENCODER = "encoder"
 TABLE = "topics.safetensors"
 FORMAT = 3
+LOADERS: dict[str, Any] = {"linear": Linear, "words": Words, "tuned": Tuned}
 PASSAGES = 20_000  # most texts that topics are made of
 
 
@@ -79,12 +79,7 @@ def write_record(
     fields: Sequence[str],
     **more: Any,
 ) -> None:
-    """Writes what predict.py has to know of a saved system.
-
-    Args:
-        system: How it is loaded: "linear", "words" or "tuned".
-        fields: Columns of the texts.
-    """
+    """Writes what predict.py has to know of a saved system of `LOADERS`, which reads the columns `fields`."""
     labels = {"kind": kind, "classes": list(classes), "fields": list(fields)}
     write_json(folder / SYSTEM, {"format": FORMAT, "system": system} | labels | more)
 
@@ -119,10 +114,7 @@ class SavedSystem:
     @cached_property
     def system(self) -> Any:
         """The fitted system."""
-        from finetune.tuned import Tuned
-
-        loaders: dict[str, Any] = {"tuned": Tuned, "words": Words, "linear": Linear}
-        return loaders[self.record["system"]].load(self.folder)
+        return LOADERS[self.record["system"]].load(self.folder)
 
     @cached_property
     def encoder(self) -> Embedder:
@@ -168,51 +160,3 @@ class SavedSystem:
                 f"--precision {precision:g}: not reached by this system; its most is {best:g}."
             )
         return float(steps[0][1])
-
-
-def model_card(
-    source: str,
-    head: str,
-    tasks: Sequence[Task],
-    pooling: str = "",
-    scores: str = "",
-    training: str = "",
-    **metadata: Any,
-) -> str:
-    """Returns the card of a fine-tuned model as Markdown with the Hub's metadata.
-
-    Args:
-        source: The model that it was trained from.
-        pooling: The embedding that the heads isobn and cln read.
-        scores: A table, or "" if finetune/compare.py's report has them.
-        training: The recipe of finetune/run.py, or "" after finetune/compare.py.
-        metadata: More of the Hub's, such as `datasets`.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    inherited, task = inherited_metadata(source), tasks[0]
-    is_plain = not (task.num_choices or task.num_spans)
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-classification" if is_plain else None,
-        tags=["text-classification"],
-        **metadata,
-        **inherited,
-    )
-    papers = dict.fromkeys([*[METHOD] * (METHOD in (head, pooling)), head])
-    card = ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("card.md.jinja")),
-        cell=cell,
-        tasks=tasks,
-        task=task,
-        is_plain=is_plain,
-        head=head,
-        start=model_link(inherited),
-        scores=scores,
-        training=training,
-        license=inherited.get("license_name") or inherited.get("license"),
-        transformers=TRANSFORMERS,
-        citations=[PAPERS[name] for name in papers if name in PAPERS],
-    )
-    return str(card)

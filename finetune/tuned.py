@@ -103,8 +103,7 @@ class Tuned:
 
         The saved classifier gives scores in the unit of the labels.
         """
-        from finetune.heads.build import save_fine_tuned
-        from finetune.saved import model_card
+        from finetune.heads.build import model_card, save_fine_tuned
 
         assert self.task is not None, "fit it first"
         card = model_card(self.source, self.head, [self.task])

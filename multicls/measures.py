@@ -17,7 +17,6 @@ METRICS: dict[LabelType, tuple[str, ...]] = {  # the first is the main metric un
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson", "r2", "mae"),
 }
-BINARY = ("matthews", "f1")  # metrics of two classes; f1 is that of the second one
 LOWER_IS_BETTER = ("mae",)
 SHARES = {"", "acc", "exact_match", "f1", "macro_f1", "micro_f1"}  # "": any share of 1
 SHARES |= {"f1a", "em", "record_f1", "record_em"}  # of the benchmarks

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.errors import UserError, first_line
 from multicls.files import REPOSITORY, missing_folder, read_json
 from multicls.sample import SAMPLE, sample_model
@@ -89,6 +90,54 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
         return TaskModel(config, encoder), tokenizer
     except IncompatibleHead as error:
         raise Incompatible(f"--head {settings.head}: {name}: {error}") from None
+
+
+def model_card(
+    source: str,
+    head: str,
+    tasks: Sequence[Task],
+    pooling: str = "",
+    scores: str = "",
+    training: str = "",
+    **metadata: Any,
+) -> str:
+    """Returns the card of a fine-tuned model as Markdown with the Hub's metadata.
+
+    Args:
+        source: The model that it was trained from.
+        pooling: The embedding that the heads isobn and cln read.
+        scores: A table, or "" if finetune/compare.py's report has them.
+        training: The recipe of finetune/run.py, or "" after finetune/compare.py.
+        metadata: More of the Hub's, such as `datasets`.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    inherited, task = inherited_metadata(source), tasks[0]
+    is_plain = not (task.num_choices or task.num_spans)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if is_plain else None,
+        tags=["text-classification"],
+        **metadata,
+        **inherited,
+    )
+    papers = dict.fromkeys([*[METHOD] * (METHOD in (head, pooling)), head])
+    card = ModelCard.from_template(
+        data,
+        template_path=str(REPOSITORY / "finetune" / "card.md.jinja"),
+        cell=cell,
+        tasks=tasks,
+        task=task,
+        is_plain=is_plain,
+        head=head,
+        start=model_link(inherited),
+        scores=scores,
+        training=training,
+        license=inherited.get("license_name") or inherited.get("license"),
+        transformers=TRANSFORMERS,
+        citations=[PAPERS[name] for name in papers if name in PAPERS],
+    )
+    return str(card)
 
 
 def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:

@@ -59,12 +59,15 @@ def test_a_table_gives_a_verdict_and_a_system(
     wrong = rows[6] | {"label": "good"}
     train = write_rows(tmp_path / "train.csv", [*rows[:6], wrong, *rows[7:]])
     test = write_rows(tmp_path / "test.csv", sentences(60, 1))
-    new = write_rows(tmp_path / "new.csv", [{"text": row["text"]} for row in sentences(30, 2)])
+    unlabelled = [{"text": row["text"]} for row in sentences(30, 2)]
+    new = write_rows(tmp_path / "new.csv", [{"text": rows[0]["text"]}, *unlabelled])
     flags = {"train_file": train, "test_file": test, "new_file": new}
     report = run(tmp_path, tiny_bert, **flags)
     assert "| words |" in report and "| tiny mean+topics |" in report and "| majority |" in report
     assert "On 60 test rows" in report and "folds over 120 labelled rows" in report
     assert "fitted on all 120 rows" in report and "## Rows to label next" in report
+    listed = list(csv.DictReader((tmp_path / "out" / "rows_to_label.csv").open()))
+    assert len(listed) == 20 and rows[0]["text"] not in {row["text"] for row in listed}
     suspects = list(csv.DictReader((tmp_path / "out" / "labels_to_check.csv").open()))
     assert suspects[0]["place"].endswith("train.csv:8") and suspects[0]["label"] == "good"
     table = predicted(tmp_path, test)
@@ -231,6 +234,19 @@ def test_refused(
         run(tmp_path, tiny_bert, train_file=train, **flags)
     with pytest.raises(UserError, match="--train_file: required"):
         compare.main(["--output_dir", str(tmp_path / "out")])
+
+
+def test_heads_on_facets_are_those_of_models_with_facets(
+    tmp_path: Path, tiny_bert: Path, tiny_multicls: Path
+) -> None:
+    """So one name compares a trained model's facets with the mean of the original."""
+    options, systems = compare.CompareOptions(), dict[str, Any]()
+    rows = Rows("class", np.arange(2), [("a",), ("b",)])
+    for name, folder in (("old", tiny_bert), ("new", tiny_multicls)):
+        model = compare.open_model(str(folder), None)
+        systems |= compare.systems_of_model(name, str(folder), model, options, rows)
+    chosen = compare.choose(systems, [], ["tuned-facets", "tuned-mean"])
+    assert list(chosen) == ["new tuned-facets", "old tuned-mean", "new tuned-mean"]
 
 
 @pytest.mark.slow
