@@ -12,19 +12,20 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not finetune/: its names hide packages
 
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from finetune.heads import HEADS
+from finetune.heads import HEADS, OF_FACETS
 from finetune.own_data import OwnRows, predictions_of_file, read_own, unlabelled_rows
 from finetune.results import scores_of
 from finetune.settings import RowSettings, safe_name
@@ -43,6 +44,10 @@ from multicls.evaluation import (
 from multicls.files import atomic_write, locked
 from multicls.measures import Array, larger_is_better, predictions_of, row_values
 from multicls.settings import parse
+from multicls.systems import Cosine, Given, Linear, Majority, Words
+
+if TYPE_CHECKING:
+    from multicls.embeddings import Embedder
 
 HELP = {
     "data": "train_file test_file new_file text_column label_column group_column metric",
@@ -81,15 +86,6 @@ class CompareOptions(RowSettings):
     output_dir: str = Field("comparison", description="folder of scores, report and model")
 
 
-class Encoder(NamedTuple):
-    """A model whose embeddings are compared."""
-
-    folder: Path
-    max_length: int
-    topics: Path | None  # file of its topics; None: they are in the model
-    sha256: str  # of all files that decide its embeddings
-
-
 @dataclass(frozen=True)
 class Compared:
     """The result of a comparison.
@@ -102,7 +98,8 @@ class Compared:
         scores: Of each system.
         tests: Of each system on the test rows, if there is a file of them.
         original: Prefix of the names of the original model's systems.
-        encoders: By the name of the model.
+        models: By name.
+        topics: File of the topics of a model whose embeddings are read; None: they are in the model.
         fits: Folder of what finished fits gave.
     """
 
@@ -113,7 +110,8 @@ class Compared:
     scores: dict[str, Scores]
     tests: dict[str, Scores]
     original: str
-    encoders: dict[str, Encoder]
+    models: dict[str, "Embedder"]
+    topics: dict[str, Path | None]
     fits: Path
 
 
@@ -147,16 +145,23 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
     for note in table.notes:
         print_line(f"note: {note}")
     new = unlabelled_rows(options, options.new_file, table)
+    sources, given = by_name(options)
+    models = {name: open_model(source, options.max_length) for name, source in sources.items()}
+    systems: dict[str, System] = {"words": Words(), "majority": Majority()}
+    for name, model in models.items():
+        systems |= systems_of_model(name, sources[name], model, options, table.train)
+    systems = choose(systems | {name: Given(name) for name in given}, given, options.systems)
     splits = [rows for rows in (table.train, table.test, new) if rows is not None]
     texts = [of_row for rows in splits for of_row in rows.texts]
-    features, systems, encoders = dict[str, Array](), dict[str, System](), dict[str, Encoder]()
-    for name, source in (text.split("=", 1) for text in options.model):
-        embedded, encoders[name] = embed_model(name, source, texts, options)
-        encoder = encoders[name]
-        systems |= systems_of_model(name, source, encoder, embedded, options, table.train)
-        features |= {f"{name}/{part}": values for part, values in embedded.items()}
-    systems |= systems_without_model(options, features, table, texts)
-    systems = choose(systems, options)
+    features, topics = dict[str, Array](), dict[str, Path | None]()
+    for name, path in given.items():
+        features[name] = predictions_of_file(Path(path), options, table, texts)
+    for name, model in models.items():
+        if any(
+            isinstance(of, Linear | Cosine) and model_of(key) == name for key, of in systems.items()
+        ):
+            embedded, topics[name] = embed_by(name, model, texts, options)
+            features |= {f"{name}/{part}": values for part, values in embedded.items()}
     ends = np.cumsum([0, *(len(rows.texts) for rows in splits)])
     with_features = [
         replace(rows, features={name: values[begin:end] for name, values in features.items()})
@@ -173,108 +178,108 @@ def run_comparison(options: CompareOptions, output: Path) -> Compared:
         {name: systems[name] for name in order},
         {name: scores[name] for name in order},
         tests,
-        options.model[0].split("=")[0],
-        encoders,
+        next(iter(models)),
+        models,
+        topics,
         output / "fits",
     )
 
 
-def embed_model(
-    name: str, source: str, rows: Sequence[tuple[str, ...]], options: CompareOptions
-) -> tuple[dict[str, Array], Encoder]:
-    """Returns a model, and its embeddings of rows of texts by part, (N, F) or of pairs (N, 2, F)."""
-    from finetune.heads.build import find_checkpoint
-    from finetune.saved import load_topics, topics_file
-    from multicls.embeddings import (
-        Embedder,
-        by_rows,
-        cached_embeddings,
-        model_sha256,
-        topics_of,
-    )
+def by_name(options: CompareOptions) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the sources of models, and the files of predictions, by name.
 
-    folder, output = find_checkpoint(source), Path(options.output_dir)
-    model = Embedder(folder, options.max_length)
-    texts = [text for of_row in rows for text in of_row]
-    sha256 = model_sha256(folder)
+    Raises:
+        UserError: A name comes twice.
+    """
+    models = [text.split("=", 1) for text in options.model]
+    files = [text.split("=", 1) for text in options.predictions]
+    names = Counter(["words", "majority", *(name for name, _ in [*models, *files])])
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise UserError(f"--model, --predictions {twice[0]}: two systems have this name.")
+    return dict(models), dict(files)
+
+
+def open_model(source: str, max_length: int | None) -> "Embedder":
+    """Returns the model of a folder, a Hub id or "sample"."""
+    from finetune.heads.build import find_checkpoint
+    from multicls.embeddings import Embedder
+
+    return Embedder(find_checkpoint(source), max_length)
+
+
+def embed_by(
+    name: str, model: "Embedder", rows: Sequence[tuple[str, ...]], options: CompareOptions
+) -> tuple[dict[str, Array], Path | None]:
+    """Returns the embeddings of rows of texts by part, (N, F) or of pairs (N, 2, F), and the file of topics, if any."""
+    from finetune.saved import load_topics, topics_file
+    from multicls.embeddings import by_rows, cached_embeddings, topics_of
+
+    texts, cache = [text for of_row in rows for text in of_row], Path(options.output_dir, "cache")
 
     def compute(missing: Sequence[str]) -> dict[str, Array]:
         with progress_bar(len(missing), "text", f"embedding by {name}") as bar:
             return model.embed(missing, bar.update)
 
-    key = f"{sha256}-{model.max_length}"
-    parts = cached_embeddings(output / "cache", key, texts, compute)
+    parts = cached_embeddings(cache, f"{model.sha256}-{model.max_length}", texts, compute)
     table, file, whose = model.topics, None, "the model"
     if table is None:
-        file = topics_file(model, texts, options.corpus, TOPICS, output / "cache")
+        file = topics_file(model, texts, options.corpus, TOPICS, cache)
         table, whose = load_topics(file), options.corpus or "the rows' texts"
     parts["topics"] = topics_of(table, model.tokenizer, texts)
     print_line(f"{name}: {', '.join(parts)}; {model.max_length} tokens; topics of {whose}")
-    return by_rows(parts, len(rows[0])), Encoder(folder, model.max_length, file, sha256)
+    return by_rows(parts, len(rows[0])), file
 
 
 def systems_of_model(
-    name: str,
-    source: str,
-    encoder: Encoder,
-    parts: Mapping[str, Array],
-    options: CompareOptions,
-    rows: Rows,
+    name: str, source: str, model: "Embedder", options: CompareOptions, rows: Rows
 ) -> dict[str, System]:
-    """Returns the systems on a model: linear ones on its parts, also those that `--systems` names, and all heads."""
+    """Returns the systems on a model: linear ones on its parts, also those that `--systems` names, and heads."""
     from finetune.tuned import Tuned
-    from multicls.systems import Cosine, Linear
 
-    own = next(iter(parts))
+    own, parts = model.parts[0], {*model.parts, "topics"}
     embeddings = [own, f"{own}+topics"]
     if "facets" in parts:
         embeddings.append("mean+facets+topics")
-    embeddings += [text for text in options.systems if set(text.split("+")) <= set(parts)]
+    asked = [text.removeprefix(f"{name} ") for text in options.systems]
+    embeddings += [embedding for embedding in asked if parts.issuperset(embedding.split("+"))]
     systems: dict[str, System] = {
         f"{name} {embedding}": Linear.of(embedding, name) for embedding in embeddings
     }
     if rows.kind == "score" and len(rows.texts[0]) == 2:
         systems[f"{name} cosine"] = Cosine(f"{name}/{own}")
-    for head in HEADS:
+    heads = [head for head in HEADS if model.num_facets or head not in OF_FACETS]
+    for head in heads:
         systems[f"{name} tuned-{head}"] = Tuned(
-            head,
-            source,
-            encoder.max_length,
-            options.learning_rate,
-            options.epochs,
-            encoder.sha256,
+            head, source, model.max_length, options.learning_rate, options.epochs, model.sha256
         )
     return systems
 
 
-def systems_without_model(
-    options: CompareOptions,
-    features: dict[str, Array],
-    table: OwnRows,
-    texts: Sequence[tuple[str, ...]],
+def choose(
+    systems: dict[str, System], given: Iterable[str], names: Sequence[str]
 ) -> dict[str, System]:
-    """Returns the bag of words, the majority class, and predictions that files hold; adds these to the features."""
-    from multicls.systems import Given, Majority, Words
+    """Returns the systems of these names, with or without a model's, and `given` ones; by default those of seconds.
 
-    systems: dict[str, System] = {"words": Words(), "majority": Majority()}
-    for name, path in (text.split("=", 1) for text in options.predictions):
-        features[name] = predictions_of_file(Path(path), options, table, texts)
-        systems[name] = Given(name)
-    return systems
-
-
-def choose(systems: dict[str, System], options: CompareOptions) -> dict[str, System]:
-    """Returns the systems that `--systems` names, with or without a model's name; by default those of seconds."""
-    if not options.systems:
-        return {name: system for name, system in systems.items() if not is_costly(system)}
-    chosen, given = dict[str, System](), [text.split("=")[0] for text in options.predictions]
-    for text in [*options.systems, *given]:
+    Raises:
+        UserError: A name is unknown, or no system can be saved.
+    """
+    chosen = {
+        name: system for name, system in systems.items() if not names and not is_costly(system)
+    }
+    for text in [*names, *given] if names else ():
         matches = [name for name in systems if text in (name, name.partition(" ")[2])]
         if not matches:
             known = [name.partition(" ")[2] or name for name in systems]
             raise UserError(f"--systems {text}: no such system.{did_you_mean(text, known)}")
         chosen |= {name: systems[name] for name in matches}
+    if not any(hasattr(system, "save") for system in chosen.values()):
+        raise UserError(f"--systems {' '.join(names)}: none of them learns; add one such as words.")
     return chosen
+
+
+def model_of(system: str) -> str:
+    """Returns the name of the model in the name of a system on it."""
+    return system.partition(" ")[0]
 
 
 def evaluate_all(
@@ -347,7 +352,7 @@ def content_of(name: str, system: System, rows: Rows) -> str:
     """Returns a hash of what a system reads of rows; fine-tuned ones read no embeddings."""
     digest = hashlib.sha256(rows.content().encode())
     for part, values in sorted(rows.features.items()):
-        if part.partition("/")[0] == name.partition(" ")[0] and not is_costly(system):
+        if part.partition("/")[0] == model_of(name) and not is_costly(system):
             digest.update(values.tobytes())
     return digest.hexdigest()[:16]
 

@@ -13,7 +13,7 @@ from multicls.cards import cell
 from multicls.console import count
 from multicls.evaluation import Rows, Scores, compare, verdict
 from multicls.files import atomic_folder, atomic_write
-from multicls.measures import Array, factor_of, predictions_of
+from multicls.measures import Array, in_words, predictions_of
 
 LISTED = 20  # rows of each list
 ALIKE = 0.95  # share of equal words from which on two rows to label are one
@@ -33,9 +33,10 @@ def write_report(
     suspects = suspicious_labels(rows, scores[best])
     steps = abstention(rows, scores[best])
     save_best(found, best, fitted, steps, output)
-    factor = factor_of(rows.metric)
     by_size = [["training rows", rows.metric]]
-    by_size += [[f"{size:,}", f"{factor * value:.1f}"] for size, value in sorted(curve.items())]
+    by_size += [
+        [f"{size:,}", in_words(rows.metric, score)] for size, score in sorted(curve.items())
+    ]
     sections = [
         ("Systems", table, ABOUT + ABOUT_TEST * bool(found.tests)),
         ("More labels", by_size, "Score of the best system by labels."),
@@ -184,23 +185,15 @@ def save_best(
     found: Compared, best: str, fitted: Any, steps: list[list[float]], output: Path
 ) -> None:
     """Saves the fitted system in `output`/model with all that it needs."""
-    from finetune.saved import copy_encoder, write_record
-    from finetune.tuned import Tuned
-    from multicls.systems import Words
+    from finetune.saved import LOADERS, copy_encoder, write_record
 
     rows, (name, _, _) = found.table.train, best.partition(" ")
-    loader = (
-        "words" if isinstance(fitted, Words) else "tuned" if isinstance(fitted, Tuned) else "linear"
-    )
-    more: dict[str, Any] = {
-        "name": best,
-        "score": compare(found.scores[best]).score(),
-        "abstention": steps,
-    }
+    loader = next(key for key, kind in LOADERS.items() if isinstance(fitted, kind))
+    more: dict[str, Any] = {"name": best, "score": compare(found.scores[best]).score()}
     with atomic_folder(output / "model") as fresh:
         fitted.save(fresh)
         if loader == "linear":
-            encoder = found.encoders[name]
-            more["max_length"] = encoder.max_length
-            copy_encoder(fresh, encoder.folder, encoder.topics)
+            more["max_length"] = found.models[name].max_length
+            copy_encoder(fresh, found.models[name].folder, found.topics[name])
+        more["abstention"] = steps
         write_record(fresh, loader, rows.kind, rows.classes, found.table.fields, **more)

@@ -46,9 +46,8 @@ def labels_of(examples: Sequence[Example]) -> Array:
 
 def predictions_of(task: Task, outputs: Array) -> Array:
     """Returns class indices (N,) of logits (N, C), zeros and ones (N, C) for multi-label tasks, or scores (N,)."""
-    if task.multi_label:
-        return (outputs > 0).astype(int)
-    return outputs[:, 0] * task.label_scale if task.is_regression else outputs.argmax(axis=1)
+    predicted = measures.predictions_of(task.kind, outputs)
+    return predicted * task.label_scale if task.is_regression else predicted
 
 
 def names_of(task: Task, values: Array) -> list[str]:

@@ -96,7 +96,10 @@ def _groups(own: RowSettings, splits: Mapping[str, RawRows]) -> tuple[list[str],
 
 
 def unlabelled_rows(own: RowSettings, new_file: str | None, table: OwnRows) -> Rows | None:
-    """Returns the rows of `new_file`, and those of the training file that were dropped since they have no label."""
+    """Returns the rows of `new_file`, and those of the training file that were dropped since they have no label.
+
+    Rows whose texts have a label in the training file are left out.
+    """
     found: RawRows = read_table(Path(new_file)) if new_file else []
     if own.unlabelled == "drop":
         rows = read_table(Path(str(own.train_file)))
@@ -104,15 +107,23 @@ def unlabelled_rows(own: RowSettings, new_file: str | None, table: OwnRows) -> R
     if not found:
         return None
     found, _ = with_texts(found, find_columns(*found[0], [table.fields]), "row")
-    texts = [texts_of(row, table.fields, at) for at, row in found]
-    like = table.train
+    like, texts, places = table.train, list[tuple[str, ...]](), list[str]()
+    labelled = set(like.texts)
+    for at, row in found:
+        if (of_row := texts_of(row, table.fields, at)) not in labelled:
+            texts.append(of_row)
+            places.append(at)
+    if not texts:
+        raise UserError(
+            f"--new_file {new_file}: each of its rows has a label in the training file."
+        )
     return Rows(
         like.kind,
         np.zeros((len(texts), *like.targets.shape[1:])),
         texts,
         classes=like.classes,
         metric=like.metric,
-        places=[at for at, _ in found],
+        places=places,
     )
 
 

@@ -27,6 +27,7 @@ from multicls.tables import RawRows, read_table
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from finetune.saved import SavedSystem
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
 
@@ -51,9 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(options.output or Path(options.rows).with_suffix(".predictions.csv"))
     if output.suffix not in ENDINGS or output.resolve() == Path(options.rows).resolve():
         raise UserError(f"--output {output}: pass another file, ending in {', '.join(ENDINGS)}.")
+    from finetune.saved import SavedSystem  # after --help
+
     rows = read_table(Path(options.rows))
     with atomic_write(output, "wb") as file:  # before the work: it may not be possible
-        answers, places = label_rows(options, rows)
+        system = SavedSystem(options.model)
+        texts, places = read_texts(system.fields, rows, options.text_column)
+        answers = label_texts(system, texts, options.precision)
         sure = int((answers.iloc[:, 0].map(str) != "").sum())
         write_rows(file, output.suffix, rows, answers.set_axis(places))
     labelled = count(sure, "row") + (f" of {len(places):,}" if sure < len(places) else "")
@@ -61,19 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def label_rows(options: PredictOptions, rows: RawRows) -> tuple["DataFrame", list[str]]:
-    """Returns the new columns, and the place of each of their rows; rows without a text have none."""
-    from finetune.saved import SavedSystem
-
-    system = SavedSystem(options.model)
-    threshold = system.threshold(options.precision) if options.precision else 0.0
-    texts, places = read_texts(system.fields, rows, options.text_column)
-    outputs = system.predict(texts)
-    answers = answers_of(system.kind, system.classes, outputs, system.shift)
-    if options.precision:
+def label_texts(
+    system: "SavedSystem", texts: Sequence[tuple[str, ...]], precision: float | None = None
+) -> "DataFrame":
+    """Returns the new columns of rows of texts; with a `precision`, a row that is not sure has "" as its label."""
+    threshold = system.threshold(precision) if precision else 0.0
+    answers = answers_of(system.kind, system.classes, system.predict(texts), system.shift)
+    if precision:
         unsure = answers.filter(regex="^p_").max(axis=1) < threshold
         answers["predicted_label"] = answers["predicted_label"].mask(unsure, "")
-    return answers, places
+    return answers
 
 
 def read_texts(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from finetune.heads.build import save_fine_tuned
+from finetune.heads.build import model_card, save_fine_tuned
 from finetune.settings import READ_BY, RunSettings
 from finetune.tasks import Array, TaskData
 from multicls.cards import cell
@@ -20,7 +20,6 @@ from multicls.environment import environment_record
 from multicls.errors import UserError
 from multicls.evaluation import Scores, compare
 from multicls.files import atomic_folder, atomic_write, lock_holder, read_json, write_json
-from multicls.labels import LabelType
 from multicls.settings import to_yaml
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def score_split(rows: TaskData, split: str, outputs: Array) -> tuple[Record, "Da
     change = compare(scores_of([values], table["unit"].to_numpy(str), task.metrics[0]))
     entry = {
         "rows": len(values),
-        "interval": [change.low, min(1.0, change.high)],
+        "interval": list(change.interval),
         "scores": score_predictions(task, examples, outputs),
         "baselines": score_predictions(task, examples, guesses),
     }
@@ -150,7 +149,7 @@ def save_model(
     system: TrainedSystem, rows: Sequence[TaskData], settings: RunSettings, record: Record
 ) -> None:
     """Saves the model of a run with its card, and for predict.py what its task is, if it is one of plain texts."""
-    from finetune.saved import model_card, write_record
+    from finetune.saved import write_record
 
     assert system.model and system.tokenizer
     tasks = [part.task for part in rows]
@@ -178,8 +177,7 @@ def save_model(
         save_fine_tuned(system.model, system.tokenizer, fresh, card)
         task = tasks[0]
         if len(tasks) == 1 and not (task.num_choices or task.num_spans):
-            kind: LabelType = "score" if task.is_regression else "class"
-            write_record(fresh, "tuned", kind, task.labels, task.fields)
+            write_record(fresh, "tuned", task.kind, task.labels, task.fields)
 
 
 def read_record(folder: Path) -> Record | None:
@@ -257,9 +255,14 @@ def load_results(folder: Path) -> list[Record]:
     runs = dict[str, Record]()
     for path in sorted(folder.glob(f"*/*/*/{RECORD}")):
         record = read_record(path.parent) or {}
-        for entry in record["tasks"]:
+        hashes = record["data_sha256"].split("+")
+        for entry, data_sha256 in zip(record["tasks"], hashes, strict=True):
             picking = entry["splits"].get("validation", entry["splits"]["dev"])
-            run = record | entry | {"selection_score": picking["scores"][entry["metric"]]}
+            own = {
+                "selection_score": picking["scores"][entry["metric"]],
+                "data_sha256": data_sha256,
+            }
+            run = record | entry | own
             runs.setdefault(repr([run[key] for key in keys]), run)
     if not runs:
         what = "no finished run" if folder.is_dir() else "no such folder"

@@ -4,13 +4,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from finetune.tasks import Task
-from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
+from finetune.tuned import Tuned
 from multicls.corpus import Corpus, tokenizer_fingerprint
 from multicls.embeddings import Embedder, by_rows, token_ids, topics_of
 from multicls.errors import UserError
@@ -25,7 +25,8 @@ from multicls.topics import fit_topics, fit_topics_of_texts
 SYSTEM = "system.json"
 ENCODER = "encoder"
 TABLE = "topics.safetensors"
-FORMAT = 2
+FORMAT = 3
+LOADERS: dict[str, Any] = {"linear": Linear, "words": Words, "tuned": Tuned}
 PASSAGES = 20_000  # most texts that topics are made of
 
 
@@ -78,12 +79,7 @@ def write_record(
     fields: Sequence[str],
     **more: Any,
 ) -> None:
-    """Writes what predict.py has to know of a saved system.
-
-    Args:
-        system: How it is loaded: "linear", "words" or "tuned".
-        fields: Columns of the texts.
-    """
+    """Writes what predict.py has to know of a saved system of `LOADERS`, which reads the columns `fields`."""
     labels = {"kind": kind, "classes": list(classes), "fields": list(fields)}
     write_json(folder / SYSTEM, {"format": FORMAT, "system": system} | labels | more)
 
@@ -100,7 +96,6 @@ class SavedSystem:
 
     Attributes:
         kind, classes, fields: Of the rows that it was fitted on.
-        shift: What `predict` has subtracted from each output, (C,) or (1,).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -115,30 +110,38 @@ class SavedSystem:
             raise UserError(f"{folder}: saved by another version; fit it again.")
         self.kind: LabelType = self.record["kind"]
         self.classes, self.fields = self.record["classes"], self.record["fields"]
-        self.shift: Array = np.zeros(1)
+
+    @cached_property
+    def system(self) -> Any:
+        """The fitted system."""
+        return LOADERS[self.record["system"]].load(self.folder)
+
+    @cached_property
+    def encoder(self) -> Embedder:
+        """The encoder of a linear model."""
+        return Embedder(self.folder / ENCODER, self.record["max_length"])
+
+    @property
+    def shift(self) -> Array:
+        """What `predict` subtracts from each output, (C,) or (1,): the logit of each label's threshold."""
+        return np.asarray(getattr(self.system, "shift", np.zeros(1)))
 
     def predict(self, texts: Sequence[tuple[str, ...]]) -> Array:
         """Returns outputs (N, C) for rows of texts; see `multicls.systems.RidgeSystem.predict`."""
-        from finetune.tuned import Tuned
+        shape = (len(texts), len(self.classes)) if self.kind == "multi_label" else len(texts)
+        features = self._features(texts) if isinstance(self.system, Linear) else {}
+        return np.asarray(self.system.predict(Rows(self.kind, np.zeros(shape), texts, features)))
 
-        rows = Rows(self.kind, np.zeros((len(texts), max(1, len(self.classes)))), texts)
-        if self.record["system"] == "tuned":
-            tuned = Tuned.load(self.folder)
-            self.shift = tuned.shift
-            if self.kind != "multi_label":  # whose targets are marks
-                rows = Rows(self.kind, rows.targets[:, 0], texts)
-            return tuned.predict(rows)
-        if self.record["system"] == "words":
-            return Words.load(self.folder).predict(rows)
-        system = Linear.load(self.folder)
-        model = Embedder(self.folder / ENCODER, self.record["max_length"])
-        flat = [text for row in texts for text in row]
-        parts = model.embed(flat)
-        if any(part.endswith("topics") for part in system.parts):
-            parts["topics"] = topics_of(self._topics(model), model.tokenizer, flat)
+    def _features(self, texts: Sequence[tuple[str, ...]]) -> dict[str, Array]:
+        """Returns the embeddings that a linear model reads, by the names that it has for them."""
+        flat, names = [text for row in texts for text in row], self.system.parts
+        parts = self.encoder.embed(flat)
+        if any(name.endswith("topics") for name in names):
+            path = self.folder / TABLE
+            table = load_topics(path) if path.exists() else self.encoder.topics
+            parts["topics"] = topics_of(table, self.encoder.tokenizer, flat)
         parts = by_rows(parts, len(self.fields))
-        features = {part: parts[part.partition("/")[2]] for part in system.parts}
-        return system.predict(Rows(self.kind, rows.targets, texts, features))
+        return {name: parts[name.partition("/")[2]] for name in names}
 
     def threshold(self, precision: float) -> float:
         """Returns the probability from which on labels are right so often, by out-of-fold predictions.
@@ -147,64 +150,13 @@ class SavedSystem:
             UserError: They are never, or no folds have shown it.
         """
         known = self.record.get("abstention", [])
+        if not known:
+            what = "only systems of finetune/compare.py that give one class a row know how often they are right"
+            raise UserError(f"--precision {precision:g}: {what}.")
         steps = [step for step in known if step[0] >= precision - 1e-9]
         if not steps:
-            best = max((step[0] for step in known), default=0.0)
+            best = max(step[0] for step in known)
             raise UserError(
                 f"--precision {precision:g}: not reached by this system; its most is {best:g}."
             )
         return float(steps[0][1])
-
-    def _topics(self, model: Embedder) -> TopicTable:
-        path = self.folder / TABLE
-        table = load_topics(path) if path.exists() else model.topics
-        assert table is not None
-        return table
-
-
-def model_card(
-    source: str,
-    head: str,
-    tasks: Sequence[Task],
-    pooling: str = "",
-    scores: str = "",
-    training: str = "",
-    **metadata: Any,
-) -> str:
-    """Returns the card of a fine-tuned model as Markdown with the Hub's metadata.
-
-    Args:
-        source: The model that it was trained from.
-        pooling: The embedding that the heads isobn and cln read.
-        scores: A table, or "" if finetune/compare.py's report has them.
-        training: The recipe of finetune/run.py, or "" after finetune/compare.py.
-        metadata: More of the Hub's, such as `datasets`.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    inherited, task = inherited_metadata(source), tasks[0]
-    is_plain = not (task.num_choices or task.num_spans)
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-classification" if is_plain else None,
-        tags=["text-classification"],
-        **metadata,
-        **inherited,
-    )
-    papers = dict.fromkeys([*[METHOD] * (METHOD in (head, pooling)), head])
-    card = ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("card.md.jinja")),
-        cell=cell,
-        tasks=tasks,
-        task=task,
-        is_plain=is_plain,
-        head=head,
-        start=model_link(inherited),
-        scores=scores,
-        training=training,
-        license=inherited.get("license_name") or inherited.get("license"),
-        transformers=TRANSFORMERS,
-        citations=[PAPERS[name] for name in papers if name in PAPERS],
-    )
-    return str(card)

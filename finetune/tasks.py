@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from multicls.console import count
+from multicls.labels import LabelType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # The fields of a task on where its rows are; records and saved models do not keep them.
@@ -46,6 +47,12 @@ class Task:
     def is_regression(self) -> bool:
         """True if the label is a number instead of a class."""
         return not self.labels
+
+    @property
+    def kind(self) -> LabelType:
+        """What a label is."""
+        several: LabelType = "multi_label" if self.multi_label else "class"
+        return "score" if self.is_regression else several
 
     @property
     def num_labels(self) -> int:

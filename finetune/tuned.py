@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from scipy.optimize import minimize_scalar
-from scipy.special import expit, log_expit, log_softmax, logit
+from scipy.special import expit, logit
 
 from finetune.settings import RunSettings, TrainSettings
 from finetune.tasks import Example, Task, TaskData, task_of
 from multicls.evaluation import Rows
 from multicls.measures import Array
-from multicls.systems import Scale, best_thresholds
+from multicls.systems import Scale, best_thresholds, fit_temperature
 
 FEWEST = 10  # validation rows for a temperature
 SPREAD = 0.5  # standard deviation of the prior of log T: few rows without an error ask for T = 0
@@ -70,7 +69,10 @@ class Tuned:
         self.model, self.tokenizer = system.model, system.tokenizer
         outputs = system.outputs[0]["validation"]
         labels = np.array([row.labels or row.label for row in data.validation])
-        temperature = fit_temperature(self.task, outputs, labels)
+        temperature = 1.0
+        if rows.kind != "score" and len(labels) >= FEWEST:
+            logits = outputs.astype(np.float64)
+            temperature = fit_temperature(rows.kind, logits, labels, bounds=(-3, 3), spread=SPREAD)
         for parameter in self.model.classifiers[0].parameters():
             parameter.data /= temperature
         if self.task.multi_label:
@@ -101,8 +103,7 @@ class Tuned:
 
         The saved classifier gives scores in the unit of the labels.
         """
-        from finetune.heads.build import save_fine_tuned
-        from finetune.saved import model_card
+        from finetune.heads.build import model_card, save_fine_tuned
 
         assert self.task is not None, "fit it first"
         card = model_card(self.source, self.head, [self.task])
@@ -149,23 +150,6 @@ def examples_of(task: Task, rows: Rows) -> list[Example]:
         )
         for number, texts in enumerate(rows.texts)
     ]
-
-
-def fit_temperature(task: Task, outputs: Array, labels: Array) -> float:
-    """Returns the T that makes labels (N,), or (N, C), the most likely; 1.0 for scores, and for fewer than 10 rows."""
-    if task.is_regression or len(labels) < FEWEST:
-        return 1.0
-
-    def cost(log_t: float) -> float:
-        scaled = outputs.astype(np.float64) / np.exp(log_t)
-        if task.multi_label:
-            likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
-        else:
-            rows = np.arange(len(labels))
-            likelihood = log_softmax(scaled, axis=1)[rows, labels.astype(int)].sum()
-        return float(0.5 * (log_t / SPREAD) ** 2 - likelihood)
-
-    return float(np.exp(minimize_scalar(cost, bounds=(-3, 3), method="bounded").x))
 
 
 def fit_thresholds(outputs: Array, labels: Array) -> list[float]:

@@ -74,15 +74,7 @@ class MultiClsConfig(PreTrainedConfig):
             self.encoder = AutoConfig.for_model(**self.encoder)
         if self.facet_layers is None:
             self.facet_layers = self._default_layers() if self.num_facets else []
-        if self.pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
-        sizes = {"mean": 1, "cls": 1, "facets": self.num_facets, "topics": self.num_topics}
-        parts = [part for part, size in sizes.items() if size]
-        asked = self.embedding.split("+") if self.embedding else []
-        if set(asked) - set(parts) or len(set(asked)) < len(asked):
-            raise ValueError(
-                f"embedding = '{self.embedding}': not some of {', '.join(parts)}, joined by +"
-            )
+        self.check_embedding()
         layers, depth = self.facet_layers, self.num_hidden_layers
         if not 0 <= self.num_facets < self.max_tokens - 2:
             raise ValueError(f"num_facets = {self.num_facets}: not in 0..{self.max_tokens - 3}")
@@ -99,6 +91,29 @@ class MultiClsConfig(PreTrainedConfig):
         if before_global := [n for n in range(1, len(types)) if types[n] == "full_attention"]:
             return sorted({min(before_global, key=lambda n: abs(n - third)) for third in thirds})
         return sorted({round(third) for third in thirds} - {0})
+
+    @property
+    def part_sizes(self) -> dict[str, int]:
+        """Size of each part that an embedding may have."""
+        D, facets = self.hidden_size, self.num_facets * self.hidden_size
+        sizes = {"mean": D, "cls": D, "facets": facets, "topics": self.num_topics}
+        return {part: size for part, size in sizes.items() if size}
+
+    @property
+    def projection_dim(self) -> int:
+        """Size of the result of `embed_sentences`, by the name that sentence-transformers asks for."""
+        parts = self.embedding.split("+") if self.embedding else [self.pooling]
+        return sum(self.part_sizes[part] for part in parts)
+
+    def check_embedding(self) -> None:
+        """Raises ValueError for an unknown pooling or part; models call it, too: options of loading come later."""
+        if self.pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling = '{self.pooling}': not 'mean' or 'cls'")
+        asked, known = self.embedding.split("+") if self.embedding else [], self.part_sizes
+        if set(asked) - set(known) or len(set(asked)) < len(asked):
+            raise ValueError(
+                f"embedding = '{self.embedding}': not some of {', '.join(known)}, joined by +"
+            )
 
     @property
     def max_tokens(self) -> int:

@@ -66,5 +66,5 @@ def progress_bar(total: float, unit: str, description: str, **options: Any) -> A
         layout = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed}, {remaining} left"
         if not total:
             layout = "{desc}: {n_fmt}{unit}"
-        options |= {"file": _Lines(), "mininterval": 30.0, "bar_format": layout}
+        options |= {"file": _Lines(), "mininterval": 30.0, "bar_format": layout, "position": 0}
     return tqdm(total=total, unit=f" {unit}", desc=description, **options)

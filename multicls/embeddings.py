@@ -7,6 +7,7 @@ that model's pooling, prompt, Dense and Normalize.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from multicls.errors import UserError
 from multicls.files import atomic_write, read_json, sha256_of
 from multicls.measures import Array
+from multicls.tokenization import model_tokenizer
 
 # What is compared by default: parts side by side, each of which weighs the same.
 EMBEDDINGS = ("mean", "cls", "facets", "mean+topics", "mean+facets+topics")
@@ -160,14 +162,22 @@ class Embedder:
             else:
                 self.model = AutoModel.from_pretrained(folder, dtype="float32").eval()
                 self.model.to(self.device)
-                self.tokenizer = _tokenizer(folder)
+                self.tokenizer = model_tokenizer(folder, self.model.config.vocab_size)
                 self.num_facets = getattr(self.model.config, "num_facets", 0)
                 self.parts = ("mean", "cls", "facets") if self.num_facets else ("mean", "cls")
                 self.topics = getattr(self.model, "topics", None)
-                most = min(_positions(self.model.config), self.tokenizer.model_max_length)
-        self.max_length = min(max_length or MOST_TOKENS, int(most))
+                most = most_tokens(self.model.config, self.tokenizer)
+        self.max_length = min(max_length or MOST_TOKENS, most)
+        least = len(self.tokenizer("")["input_ids"]) + 1
+        if self.max_length < least:
+            raise UserError(f"--max_length {max_length}: {folder} reads {least} to {most} tokens.")
         if self.is_sentence_transformer:
             self.model.max_seq_length = self.max_length
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash (16 hex digits) of all files that decide the embeddings."""
+        return model_sha256(self.folder)
 
     @property
     def is_sentence_transformer(self) -> bool:
@@ -198,19 +208,13 @@ class Embedder:
         return {"sentence": np.concatenate(found).astype(np.float32)}
 
 
-def _tokenizer(folder: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, split_special_tokens=True, trust_remote_code=False)
-
-
-def _positions(config: Any) -> int:
-    """Returns the number of tokens that an encoder reads."""
+def most_tokens(config: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens of a text that an encoder reads."""
     from multicls.modeling_multicls import MultiClsConfig
 
     if not isinstance(config, MultiClsConfig):
-        config = MultiClsConfig(encoder=config.to_dict(), num_facets=0)
-    return int(config.max_tokens)
+        config = MultiClsConfig(encoder=config.to_dict(), num_facets=0)  # a copy: theirs stays
+    return int(min(config.max_tokens, tokenizer.model_max_length))
 
 
 def model_sha256(folder: Path) -> str:

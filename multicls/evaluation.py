@@ -20,8 +20,9 @@ from multicls.measures import (
     LOWER_IS_BETTER,
     METRICS,
     Array,
-    factor_of,
+    in_words,
     predictions_of,
+    range_of,
     row_values,
 )
 
@@ -208,9 +209,17 @@ def strata_of(kind: LabelType, targets: Array) -> list[Hashable]:
 def folds(
     rows: Rows, repeats: int = REPEATS, parts: int = FOLDS, halves: int = HALVES, seed: int = 0
 ) -> Splits:
-    """Returns repeated folds over all rows and `halves` training sets of half of the rows, always the same ones."""
+    """Returns repeated folds over all rows and `halves` training sets of half of the rows, always the same ones.
+
+    Raises:
+        UserError: All rows are of one unit.
+    """
     strata = strata_of(rows.kind, rows.targets)
     parts = min(parts, len(np.unique(rows.units)))
+    if parts < 2:
+        raise UserError(
+            f"all {len(strata)} rows are of one group or text: nothing is left to score."
+        )
     whole = [partition(strata, rows.units, parts, (seed, 5, n)) for n in range(repeats)]
     draws = list[tuple[Array, Array]]()
     for number in range(halves // 2):
@@ -315,19 +324,24 @@ class Difference:
 
     def __str__(self) -> str:
         """Returns it in points: the mean, and the interval if there is one."""
-        factor = factor_of(self.metric)
-        mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
-        if not np.isfinite(high):
-            return f"{mean:+.1f} (no interval: fewer than ten documents)"
-        return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        mean = in_words(self.metric, self.mean, "+")
+        if not np.isfinite(self.high):
+            return f"{mean} (no interval: fewer than ten documents)"
+        lowest, highest = range_of(self.metric)
+        ends = np.clip((self.low, self.high), lowest - highest, highest - lowest)
+        low, high = (in_words(self.metric, end, "+") for end in ends)
+        return f"{mean} ({low} to {high})"
 
     def score(self) -> str:
-        """Returns a score in percent with its interval, without signs."""
-        factor = factor_of(self.metric)
-        mean, low, high = (factor * value for value in (self.mean, self.low, self.high))
-        if factor > 1:
-            high = min(high, 100.0)
-        return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+        """Returns a score with its interval, without signs."""
+        low, high = (in_words(self.metric, end) for end in self.interval)
+        return f"{in_words(self.metric, self.mean)} ({low} to {high})"
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The ends of a score's interval, which are values that the metric can have."""
+        low, high = np.clip((self.low, self.high), *range_of(self.metric))
+        return float(low), float(high)
 
     @property
     def is_shown(self) -> bool:

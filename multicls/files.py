@@ -86,15 +86,6 @@ def _write_errors_named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written to: {error.strerror}.") from None
 
 
-def check_output(path: Path) -> None:
-    """Refuses a file, or a folder that holds something else than a model, as the place of a model."""
-    is_other = path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists()
-    if path.is_file() or is_other:
-        raise UserError(
-            f"--output {path}: holds something else; set a new or empty folder, or that of a model."
-        )
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     with atomic_write(path) as file:

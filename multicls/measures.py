@@ -17,8 +17,10 @@ METRICS: dict[LabelType, tuple[str, ...]] = {  # the first is the main metric un
     "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "score": ("spearman", "pearson", "r2", "mae"),
 }
-BINARY = ("matthews", "f1")  # metrics of two classes; f1 is that of the second one
 LOWER_IS_BETTER = ("mae",)
+SHARES = {"", "acc", "exact_match", "f1", "macro_f1", "micro_f1"}  # "": any share of 1
+SHARES |= {"f1a", "em", "record_f1", "record_em"}  # of the benchmarks
+RANGES = {"r2": (-np.inf, 1.0), "mae": (0.0, np.inf)}  # others are shares or correlations
 
 
 def predictions_of(kind: LabelType, outputs: Array) -> Array:
@@ -48,9 +50,19 @@ def score(metric: str, targets: Array, predicted: Array) -> float:
     return float(row_values(metric, targets, predicted).mean())
 
 
-def factor_of(metric: str) -> float:
-    """Returns what a metric is multiplied by for people: 100, or 1 for MAE, which is in the unit of the labels."""
-    return 1.0 if metric in LOWER_IS_BETTER else 100.0
+def range_of(metric: str) -> tuple[float, float]:
+    """Returns the lowest and the highest value that a metric can have; "mean(a,b)" is that of other metrics."""
+    if metric in RANGES:
+        return RANGES[metric]
+    is_share = set(metric.removeprefix("mean(").rstrip(")").split(",")) <= SHARES
+    return (0.0, 1.0) if is_share else (-1.0, 1.0)
+
+
+def in_words(metric: str, value: float, sign: str = "") -> str:
+    """Returns a metric's value in percent, or MAE, in the unit of the labels; `sign` is "+" for differences."""
+    if metric not in LOWER_IS_BETTER:
+        return f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}.3g}" if abs(value) < 1000 else f"{value:{sign},.0f}"
 
 
 def larger_is_better(metric: str, value: float) -> float:

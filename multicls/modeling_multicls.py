@@ -261,6 +261,7 @@ class MultiClsModel(MultiClsPreTrainedModel):
 
     def __init__(self, config: MultiClsConfig) -> None:
         super().__init__(config)
+        config.check_embedding()
         self.encoder = AutoModel.from_config(config.encoder, dtype=torch.get_default_dtype())
         layers = encoder_layers(self.encoder) if config.facet_layers else []
         for layer in [layers[number - 1] for number in config.facet_layers or []]:

@@ -5,6 +5,7 @@ one-hot labels (or scores) whose penalty, class weights, temperature and thresho
 predictions for each training row of a model that has not seen it or its unit.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,13 +132,14 @@ class Scale:
 class RidgeSystem:
     """A ridge regression on features, which a subclass makes of the rows.
 
-    After `fit`: `fitted`, `temperature` (outputs of classes are divided by it), `thresholds` (of several labels) and
-    `scale` (of scores).
+    After `fit`: `fitted`, `temperature` (outputs of labels are divided by it), `thresholds` of several labels, their
+    `shift` (`predict` subtracts it from the logit of each label), and `scale` of scores.
     """
 
     fitted: Ridge | None = field(default=None, init=False, repr=False)
     temperature: float = field(default=1.0, init=False, repr=False)
     thresholds: Array = field(default_factory=lambda: np.zeros(1), init=False, repr=False)
+    shift: Array = field(default_factory=lambda: np.zeros(1), init=False, repr=False)
     scale: Scale = field(default_factory=Scale, init=False, repr=False)
     missing: Array = field(default_factory=lambda: np.zeros(0, int), init=False, repr=False)
 
@@ -179,9 +181,11 @@ class RidgeSystem:
         shift = _shift(rows, unseen)
         if rows.kind == "class":
             self.fitted = replace(self.fitted, bias=self.fitted.bias + shift)
-            self.temperature = _temperature(unseen + shift, rows.targets.astype(int))
+            self.temperature = fit_temperature("class", unseen + shift, rows.targets)
         elif rows.kind == "multi_label":
-            self.thresholds = -shift
+            slope, intercept = _logits(unseen, rows.targets)
+            self.temperature, self.thresholds = 1 / slope, -shift
+            self.shift = self.thresholds * slope + intercept
 
     def predict(self, rows: Rows) -> Array:
         """Returns outputs (N, C): logits of classes, distances from the threshold of several labels, or scores."""
@@ -195,7 +199,7 @@ class RidgeSystem:
         if kind == "score":
             return outputs * self.scale.spread + self.scale.mean
         if kind == "multi_label":
-            return outputs - self.thresholds
+            return (outputs - self.thresholds) / self.temperature
         outputs = outputs / self.temperature
         outputs[:, self.missing] = outputs.min() - UNSEEN
         return np.asarray(outputs)
@@ -206,7 +210,7 @@ class RidgeSystem:
 
         assert self.fitted is not None, "fit it first"
         arrays = {**arrays, "weight": self.fitted.weight, "bias": self.fitted.bias}
-        arrays |= {"thresholds": self.thresholds, "missing": self.missing}
+        arrays |= {"thresholds": self.thresholds, "shift": self.shift, "missing": self.missing}
         tensors = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
         save_file(tensors, folder / "ridge.safetensors")
         unit = {"mean": self.scale.mean, "spread": self.scale.spread}
@@ -217,7 +221,8 @@ class RidgeSystem:
         """Takes what `read_ridge` returns."""
         self.fitted = Ridge(arrays["weight"], arrays["bias"], np.zeros((0, 0)))
         self.temperature, self.scale = settings["temperature"], Scale(**settings["scale"])
-        self.thresholds, self.missing = arrays["thresholds"], arrays["missing"]
+        self.thresholds, self.shift = arrays["thresholds"], arrays["shift"]
+        self.missing = arrays["missing"]
 
 
 def read_ridge(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -253,17 +258,40 @@ def _shift(rows: Rows, unseen: Array) -> Array:
     return shift
 
 
-def _temperature(outputs: Array, labels: Array) -> float:
-    """Returns the T that makes the labels (N,) most likely under softmax(outputs / T)."""
-    from scipy.optimize import minimize_scalar
-    from scipy.special import log_softmax
+def fit_temperature(
+    kind: LabelType,
+    outputs: Array,
+    labels: Array,
+    bounds: tuple[float, float] = (-6, 2),
+    spread: float = np.inf,
+) -> float:
+    """Returns the T that makes the labels, class indices (N,) or marks (N, C), most likely by outputs / T.
 
-    rows = np.arange(len(labels))
+    `bounds` are those of log T, `spread` the standard deviation of its prior, whose mean is 0.
+    """
+    from scipy.optimize import minimize_scalar
+    from scipy.special import log_expit, log_softmax
 
     def cost(log_t: float) -> float:
-        return -float(log_softmax(outputs / np.exp(log_t), axis=1)[rows, labels].sum())
+        scaled = outputs / np.exp(log_t)
+        if kind == "multi_label":
+            likelihood = log_expit(np.where(labels == 1, scaled, -scaled)).sum()
+        else:
+            rows = np.arange(len(labels))
+            likelihood = log_softmax(scaled, axis=1)[rows, labels.astype(int)].sum()
+        return float(0.5 * (log_t / spread) ** 2 - likelihood)
 
-    return float(np.exp(minimize_scalar(cost, bounds=(-6, 2), method="bounded").x))
+    return float(np.exp(minimize_scalar(cost, bounds=bounds, method="bounded").x))
+
+
+def _logits(outputs: Array, marks: Array) -> tuple[float, float]:
+    """Returns slope and intercept of the logits of labels by their outputs, (N, C), that make the marks most likely."""
+    from sklearn.linear_model import LogisticRegression
+
+    if marks.all():
+        return 1.0, 0.0
+    fitted = LogisticRegression(C=1e6).fit(outputs.reshape(-1, 1), marks.ravel())
+    return max(float(fitted.coef_[0, 0]), 1e-3), float(fitted.intercept_[0])
 
 
 def best_thresholds(outputs: Array, marks: Array, default: float = 0.5) -> Array:
@@ -340,7 +368,7 @@ class Linear(RidgeSystem):
         settings, arrays = read_ridge(folder)
         system = cls(tuple(settings["parts"]))
         system.restore(settings, arrays)
-        number = sum(name.startswith("shift") for name in arrays)
+        number = sum(name.startswith("scale") for name in arrays)
         system.scales = [(arrays[f"shift{n}"], arrays[f"scale{n}"]) for n in range(number)]
         return system
 
@@ -375,7 +403,11 @@ class Words(RidgeSystem):
     def learn_features(self, rows: Rows) -> Any:
         """Returns TF-IDF of each text of the training rows, (N, V) sparse."""
         columns = zip(*rows.texts, strict=True)
-        self.vectorizers = [_vectorizer(max_features=WORDS).fit(column) for column in columns]
+        self.vectorizers = []
+        for column in columns:
+            has_words = any(re.search(r"\w", text) for text in column)
+            options = {"max_features": WORDS} if has_words else {"vocabulary": [""]}
+            self.vectorizers.append(_vectorizer(**options).fit(column))
         return self.features(rows)
 
     def features(self, rows: Rows) -> Any:

@@ -16,6 +16,7 @@ from multicls.errors import UserError, first_line
 Row = Mapping[str, Any]
 RawRows = list[tuple[str, Row]]  # place ("FILE:LINE" or "FILE, row N") and cells by column
 ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+LFS = b"version https://git-lfs.github.com/spec/"
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a whole cell
 csv.field_size_limit(1 << 30)  # characters of a cell; the default is too few for a document
@@ -40,6 +41,11 @@ def read_table(
     """
     ending = ending_of(path)
     try:
+        with path.open("rb") as file:
+            if file.read(len(LFS)) == LFS:
+                raise UserError(
+                    f"{path}: a Git LFS pointer, not the file; fetch it by git lfs pull."
+                )
         if ending == ".parquet":
             rows = _parquet_rows(path)
         elif ending in (".jsonl", ".ndjson"):
@@ -182,9 +188,10 @@ def _read_text(path: Path) -> str:
     text = data.decode("utf-8-sig", "surrogateescape")  # not UTF-8: surrogates
     if broken := re.search("[\0\ud800-\udfff]", text):
         line = text.count("\n", 0, broken.start()) + 1
+        encoding = "utf16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
         raise UserError(
             f"{path}:{line}: not UTF-8, or NUL bytes. Save it as UTF-8, such as by "
-            f"iconv -f latin1 -t utf8 {path.name} > utf8.{path.name}"
+            f"iconv -f {encoding} -t utf8 {path.name} > utf8.{path.name}"
         )
     return text
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from multicls.errors import UserError, first_line
@@ -10,6 +11,8 @@ from multicls.errors import UserError, first_line
 # Role of a special token -> the role that replaces it if a tokenizer has no such token.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FACET = re.compile(r"[\[<]unused_?\d+[\]>]|\[C\d+\]")
+PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack, and a tenth of it
+PAD_TO = 64  # but always as many as an export may add: any vocabulary is a multiple of it
 ROLES = {"cls_token": "bos_token", "sep_token": "eos_token", "pad_token": "", "mask_token": ""}
 
 
@@ -29,6 +32,23 @@ def load_tokenizer(checkpoint: str, revision: str | None = None) -> Any:
         problem = f"cannot be loaded: {first_line(error)}"
     if problem:
         raise UserError(f"model {checkpoint}: its tokenizer {problem}")
+    return tokenizer
+
+
+def model_tokenizer(folder: str | Path, vocab_size: int) -> Any:
+    """Returns a folder's tokenizer, to which "[SEP]" is text like any; a ValueError if it is missing or another's."""
+    from transformers import AutoTokenizer
+
+    options: Any = {"split_special_tokens": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        keep_words(tokenizer)
+    lacks = vocab_size - len(tokenizer)
+    if not 0 <= lacks <= max(PAD_TO, min(0.1 * vocab_size, PADDING)):
+        raise ValueError(
+            f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
+            f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"
+        )
     return tokenizer
 
 

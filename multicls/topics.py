@@ -77,7 +77,8 @@ def _decompose(
     places = np.concatenate([[0], np.cumsum(lengths)])
     matrix = csr_matrix((np.concatenate(values), np.concatenate(columns), places), shape)
     number = max(1, min(number, len(lengths) // 2, int((idf > 0).sum()) - 1))
-    directions = TruncatedSVD(number, random_state=0).fit(matrix).components_.T
+    with np.errstate(invalid="ignore"):  # texts that are all alike have no variance
+        directions = TruncatedSVD(number, random_state=0).fit(matrix).components_.T
     state = {"idf": torch.zeros(vocabulary), "table": torch.zeros(vocabulary, number)}
     state["idf"][: len(idf)] = torch.from_numpy(idf)
     state["table"][: len(idf)] = torch.from_numpy(directions)

@@ -53,5 +53,7 @@ def test_a_label_with_its_probability(
     probabilities = [float(line.split()[0]) for line in (first, second)]
     assert [line.split()[1] for line in (first, second)] == ["river", "city"]
     assert probabilities[0] > 0.5 and sum(probabilities) == pytest.approx(1, abs=0.011)
+    with pytest.raises(UserError, match="'a.tb': the model reads 1 text; a tab divides two"):
+        tool.main([f"{output}/model", "a\tb"])
     with pytest.raises(UserError, match="no finished run"):
         tool.main([str(tmp_path), "the river"])

@@ -8,7 +8,7 @@ finetune/run.py has saved, with its probability; a tab divides the texts of a pa
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from multicls.console import count
 from multicls.errors import UserError, run_command
 from multicls.sample import SAMPLE, SAMPLE_CORPUS
 from multicls.settings import Settings, parse
@@ -33,7 +34,7 @@ class Options(Settings):
     model: CliPositionalArg[Path] = Field(
         description="finished run of pretrain/run.py, or a saved classifier"
     )
-    sentences: CliPositionalArg[list[str]] = Field([], description="default: lines of stdin")
+    sentence: CliPositionalArg[str | None] = Field(None, description="default: lines of stdin")
 
 
 def nearest_passages(run: Path) -> Answer:
@@ -74,29 +75,36 @@ def nearest_passages(run: Path) -> Answer:
     return answer
 
 
-def label(model: Path, sentence: str) -> list[str]:
-    """Returns a sentence's label, or score, by a saved classifier, and its most probable labels."""
-    from finetune.predict import PredictOptions, label_rows
+def labels(model: Path) -> Answer:
+    """Returns the function that finds a sentence's label, or score, and its most probable labels."""
+    from finetune.predict import label_texts
+    from finetune.saved import SavedSystem
 
-    cells = {f"text{number}": text for number, text in enumerate(sentence.split("\t"))}
-    options = PredictOptions(model=str(model), rows="", text_column=",".join(cells))
-    found = label_rows(options, [("the sentence", cells)])[0].iloc[0].to_dict()
-    lines = [f"  {found.pop(name)}" for name in list(found) if name.startswith("predicted_")]
-    ranked = sorted(found, key=lambda name: found[name], reverse=True)[:NEAREST]
-    return lines + [f"    {found[name]:.2f}  {name.removeprefix('p_')}" for name in ranked]
+    system = SavedSystem(model)
+
+    def answer(sentence: str) -> list[str]:
+        texts, wanted = tuple(sentence.split("\t")), count(len(system.fields), "text")
+        if len(texts) != len(system.fields):
+            raise UserError(f"{sentence!r}: the model reads {wanted}; a tab divides two.")
+        found = label_texts(system, [texts]).iloc[0].to_dict()
+        lines = [f"  {found.pop(name)}" for name in list(found) if name.startswith("predicted_")]
+        ranked = sorted(found, key=lambda name: found[name], reverse=True)[:NEAREST]
+        return lines + [f"    {found[name]:.2f}  {name.removeprefix('p_')}" for name in ranked]
+
+    return answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answers each sentence."""
+    """Answers the sentence, or each line of stdin."""
     options = parse(Options, argv, prog="tools/try.py", doc=__doc__)
     model = options.model.parent if options.model.name == "hf" else options.model
     if (model / "settings.yaml").exists() and (model / "hf/config.json").exists():
         answer = nearest_passages(model)
     elif (model / "config.json").exists() or (model / "system.json").exists():
-        answer = lambda sentence: label(model, sentence)  # noqa: E731
+        answer = labels(model)
     else:
         raise UserError(f"{model}: no finished run of pretrain/run.py, and no saved classifier.")
-    sentences: Iterable[str] = options.sentences or map(str.strip, sys.stdin)
+    sentences = [options.sentence] if options.sentence else map(str.strip, sys.stdin)
     for sentence in filter(None, sentences):
         print("\n".join([sentence, *answer(sentence)]), flush=True)
     return 0

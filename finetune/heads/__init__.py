@@ -10,3 +10,4 @@ HEADS = {
     "hire": "HIRE: all layers read by GRUs, and fused",
     "cln": "conditional layer normalisation: one encoder for several tasks",
 }
+OF_FACETS = ("multicls", "multicls_sum", "facets")  # on models with facets alone

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from multicls.cards import METHOD, PAPERS, TRANSFORMERS, cell, inherited_metadata, model_link
 from multicls.errors import UserError, first_line
 from multicls.files import REPOSITORY, missing_folder, read_json
 from multicls.sample import SAMPLE, sample_model
-from multicls.tokenization import keep_words
+from multicls.tokenization import model_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -24,8 +25,6 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 DOWNLOADED = ("*.json", "*.txt", "*.model", "README.md")
 ENTRY = "task_model"  # a saved folder's first module, which imports all others
 NOT_A_HEAD = ("__init__", "build", "modeling_task")
-PADDING = 1024  # most entries of a vocabulary that its tokenizer may lack, and a tenth of it
-PAD_TO = 64  # but always as many as an export may add: any vocabulary is a multiple of it
 
 
 class Incompatible(UserError):
@@ -67,18 +66,15 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
 
     from finetune.heads.modeling_task import IncompatibleHead, TaskModel, TaskModelConfig
     from multicls.build import load_problems, load_weights, quiet_transformers
-    from multicls.modeling_multicls import MultiClsConfig
+    from multicls.embeddings import most_tokens
 
     torch.manual_seed(settings.seed)
     name, folder = settings.model, find_checkpoint(settings.model)
     with load_problems(str(folder)), quiet_transformers():
         encoder, _ = load_weights(AutoModel, str(folder), r"(.*\.)?pooler\..*")
-        tokenizer = load_tokenizer(folder, encoder.config.vocab_size)
-    sizes = encoder.config
-    if not isinstance(sizes, MultiClsConfig):
-        sizes = MultiClsConfig(encoder=sizes.to_dict(), num_facets=0)  # a copy: the encoder's stays
+        tokenizer = model_tokenizer(folder, encoder.config.vocab_size)
     least = len(tokenizer([""], [""])["input_ids"][0]) + 2  # a token of each of two texts
-    most = min(sizes.max_tokens, tokenizer.model_max_length)
+    most = most_tokens(encoder.config, tokenizer)
     longest = max(task.max_length for task in tasks)
     if not least <= longest <= most:
         raise UserError(f"--max_length {longest}: {name} reads {least} to {most} tokens.")
@@ -96,6 +92,54 @@ def build_model(settings: RunSettings, tasks: Sequence[Task]) -> tuple[TaskModel
         raise Incompatible(f"--head {settings.head}: {name}: {error}") from None
 
 
+def model_card(
+    source: str,
+    head: str,
+    tasks: Sequence[Task],
+    pooling: str = "",
+    scores: str = "",
+    training: str = "",
+    **metadata: Any,
+) -> str:
+    """Returns the card of a fine-tuned model as Markdown with the Hub's metadata.
+
+    Args:
+        source: The model that it was trained from.
+        pooling: The embedding that the heads isobn and cln read.
+        scores: A table, or "" if finetune/compare.py's report has them.
+        training: The recipe of finetune/run.py, or "" after finetune/compare.py.
+        metadata: More of the Hub's, such as `datasets`.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    inherited, task = inherited_metadata(source), tasks[0]
+    is_plain = not (task.num_choices or task.num_spans)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if is_plain else None,
+        tags=["text-classification"],
+        **metadata,
+        **inherited,
+    )
+    papers = dict.fromkeys([*[METHOD] * (METHOD in (head, pooling)), head])
+    card = ModelCard.from_template(
+        data,
+        template_path=str(REPOSITORY / "finetune" / "card.md.jinja"),
+        cell=cell,
+        tasks=tasks,
+        task=task,
+        is_plain=is_plain,
+        head=head,
+        start=model_link(inherited),
+        scores=scores,
+        training=training,
+        license=inherited.get("license_name") or inherited.get("license"),
+        transformers=TRANSFORMERS,
+        citations=[PAPERS[name] for name in papers if name in PAPERS],
+    )
+    return str(card)
+
+
 def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
     """Returns model and tokenizer that `--save_model` has saved; what cannot be loaded is a `UserError`."""
     import multicls.modeling_multicls  # noqa: F401 (registers the model type of the encoder in it)
@@ -104,7 +148,7 @@ def load_fine_tuned(folder: str) -> tuple[TaskModel, Tokenizer]:
 
     with load_problems(folder), quiet_transformers():
         model: TaskModel = TaskModel.from_pretrained(folder)
-        return model, load_tokenizer(folder, model.encoder.config.vocab_size)
+        return model, model_tokenizer(folder, model.encoder.config.vocab_size)
 
 
 def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: str = "") -> None:
@@ -133,19 +177,3 @@ def save_fine_tuned(model: TaskModel, tokenizer: Tokenizer, folder: Path, card: 
         shutil.copy(file, folder)
     (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """Returns a folder's tokenizer, to which "[SEP]" is text like any; a ValueError if it is missing or another's."""
-    from transformers import AutoTokenizer
-
-    options = {"split_special_tokens": True, "trust_remote_code": False}
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    keep_words(tokenizer)
-    lacks = vocab_size - len(tokenizer)
-    if not 0 <= lacks <= max(PAD_TO, min(0.1 * vocab_size, PADDING)):
-        raise ValueError(
-            f"its tokenizer has {len(tokenizer):,} entries, its vocabulary {vocab_size:,}. Save the model's own "
-            f"tokenizer there: AutoTokenizer.from_pretrained(BASE).save_pretrained({str(folder)!r})"
-        )
-    return tokenizer

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 from transformers import AutoModel, AutoTokenizer
 
-from finetune.heads.build import find_checkpoint, load_tokenizer
+from finetune.heads.build import find_checkpoint
 from multicls.errors import UserError
+from multicls.tokenization import model_tokenizer
 from tests.encoders import save_encoder
 from tests.finetune.models import load
 
@@ -117,11 +118,11 @@ def test_a_vocabulary_is_at_most_padded(tiny_bert: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     tokenizer.add_tokens([f"[NEW{i}]" for i in range(28_996 - len(tokenizer))])
     with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
-        assert load_tokenizer(tiny_bert, 29_000) is tokenizer
+        assert model_tokenizer(tiny_bert, 29_000) is tokenizer
         with pytest.raises(ValueError, match="28,996 entries, its vocabulary 30,522"):
-            load_tokenizer(tiny_bert, 30_522)
+            model_tokenizer(tiny_bert, 30_522)
         # As of DNA; an export pads it to a multiple of 64.
         with mock.patch.object(type(tokenizer), "__len__", return_value=72):
-            assert load_tokenizer(tiny_bert, 128) is tokenizer
+            assert model_tokenizer(tiny_bert, 128) is tokenizer
             with pytest.raises(ValueError, match="72 entries, its vocabulary 192"):
-                load_tokenizer(tiny_bert, 192)
+                model_tokenizer(tiny_bert, 192)

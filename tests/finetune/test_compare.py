@@ -59,12 +59,15 @@ def test_a_table_gives_a_verdict_and_a_system(
     wrong = rows[6] | {"label": "good"}
     train = write_rows(tmp_path / "train.csv", [*rows[:6], wrong, *rows[7:]])
     test = write_rows(tmp_path / "test.csv", sentences(60, 1))
-    new = write_rows(tmp_path / "new.csv", [{"text": row["text"]} for row in sentences(30, 2)])
+    unlabelled = [{"text": row["text"]} for row in sentences(30, 2)]
+    new = write_rows(tmp_path / "new.csv", [{"text": rows[0]["text"]}, *unlabelled])
     flags = {"train_file": train, "test_file": test, "new_file": new}
     report = run(tmp_path, tiny_bert, **flags)
     assert "| words |" in report and "| tiny mean+topics |" in report and "| majority |" in report
     assert "On 60 test rows" in report and "folds over 120 labelled rows" in report
     assert "fitted on all 120 rows" in report and "## Rows to label next" in report
+    listed = list(csv.DictReader((tmp_path / "out" / "rows_to_label.csv").open()))
+    assert len(listed) == 20 and rows[0]["text"] not in {row["text"] for row in listed}
     suspects = list(csv.DictReader((tmp_path / "out" / "labels_to_check.csv").open()))
     assert suspects[0]["place"].endswith("train.csv:8") and suspects[0]["label"] == "good"
     table = predicted(tmp_path, test)
@@ -197,6 +200,7 @@ def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -
         tmp_path, tiny_bert, train_file=train, systems=["words"], predictions=[f"llm={theirs}"]
     )
     assert "| llm | 100.0 (95.0 to 100.0) |" in report
+    assert not (tmp_path / "out" / "cache").exists(), "nothing reads embeddings"
     assert "model" in {path.name for path in (tmp_path / "out").iterdir()}
     write_rows(tmp_path / "llm.csv", rows[1:])
     with pytest.raises(UserError, match="holds no prediction for the text of .*train.csv:2"):
@@ -209,15 +213,40 @@ def test_predictions_from_a_file_are_a_system(tmp_path: Path, tiny_bert: Path) -
         ({}, "20 labelled rows; set 20|19 labelled rows"),
         ({"systems": ["wrods"]}, "--systems wrods: no such system. Did you mean 'words'"),
         ({"systems": ["tuned-maen"]}, "tuned-maen: no such system. Did you mean 'tuned-mean'"),
+        ({"systems": ["majority"]}, "--systems majority: none of them learns; add one"),
+        ({"predictions": ["words=x.csv"]}, "--predictions words: two systems have this name"),
+        ({"predictions": ["tiny=x.csv"]}, "--predictions tiny: two systems have this name"),
+        ({"max_length": 2}, "--max_length 2: .* reads 3 to 64 tokens"),
     ],
 )
-def test_refused(tmp_path: Path, tiny_bert: Path, flags: dict[str, Any], message: str) -> None:
+def test_refused(
+    tmp_path: Path,
+    tiny_bert: Path,
+    flags: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each mistake is found before a text is embedded."""
+    monkeypatch.delattr("multicls.embeddings.Embedder.embed")
     number = 40 if flags else 19
     train = write_rows(tmp_path / "train.csv", sentences(number))
     with pytest.raises(UserError, match=message):
         run(tmp_path, tiny_bert, train_file=train, **flags)
     with pytest.raises(UserError, match="--train_file: required"):
         compare.main(["--output_dir", str(tmp_path / "out")])
+
+
+def test_heads_on_facets_are_those_of_models_with_facets(
+    tmp_path: Path, tiny_bert: Path, tiny_multicls: Path
+) -> None:
+    """So one name compares a trained model's facets with the mean of the original."""
+    options, systems = compare.CompareOptions(), dict[str, Any]()
+    rows = Rows("class", np.arange(2), [("a",), ("b",)])
+    for name, folder in (("old", tiny_bert), ("new", tiny_multicls)):
+        model = compare.open_model(str(folder), None)
+        systems |= compare.systems_of_model(name, str(folder), model, options, rows)
+    chosen = compare.choose(systems, [], ["tuned-facets", "tuned-mean"])
+    assert list(chosen) == ["new tuned-facets", "old tuned-mean", "new tuned-mean"]
 
 
 @pytest.mark.slow

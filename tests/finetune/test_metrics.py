@@ -9,9 +9,6 @@ import pytest
 from finetune.metrics import majority_output, metric_values, score_predictions
 from finetune.tasks import TASKS, Example, Task
 from multicls.errors import UserError
-from multicls.measures import score as metric
-
-LABELS, PREDICTED = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 0, 1])  # tp 2, fn 1, tn 1, fp 1
 
 
 def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[str, float]:
@@ -22,29 +19,6 @@ def score(task: Task, labels: Any, outputs: Any, **columns: list[str]) -> dict[s
         fields |= {"labels": tuple(label)} if np.ndim(label) else {}
         rows.append(Example("", (), 0.0 if np.ndim(label) else label, **fields))
     return score_predictions(task, rows, outputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "labels", "predicted", "expected"),
-    [
-        ("acc", LABELS, PREDICTED, 3 / 5),
-        ("f1", LABELS, PREDICTED, 2 / 3),
-        ("f1", 1 - LABELS, 1 - PREDICTED, 1 / 2),  # it is that of class one
-        ("matthews", LABELS, PREDICTED, (2 - 1) / math.sqrt(36)),
-        # deviations -1 0 1 and -4/3 -1/3 5/3; the ranks agree
-        ("pearson", np.arange(3), np.array([1, 2, 4]), 3 / math.sqrt(2 * 42 / 9)),
-        ("spearman", np.arange(3), np.array([1, 2, 4]), 1),
-        ("spearman", np.arange(3), np.array([1, 9, 2]), 1 - 6 * 2 / (3 * 8)),
-    ],
-)
-def test_by_hand(name: str, labels: Any, predicted: Any, expected: float) -> None:
-    assert metric(name, labels, predicted) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["matthews", "pearson", "spearman", "f1"])
-@pytest.mark.filterwarnings("error")
-def test_constant_predictions_score_zero(name: str) -> None:
-    assert metric(name, np.array([0, 1, 1]), np.array([0, 0, 0])) == 0.0
 
 
 def test_parts_are_pooled_and_reported() -> None:

@@ -1,6 +1,7 @@
 """The report: its numbers, what it says in words, its warnings and its files."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,14 @@ def test_mistakes_are_named(results: Path) -> None:
     for arguments, message in mistakes.items():
         with pytest.raises(UserError, match=message):
             main([*map(str, arguments)])
+    both = results / "both" / "rte+cb-100" / "p1-d1-s1"  # RTE beside CB, as head cln reads them
+    shutil.copytree(results / "a" / "rte-100" / "p1-d1-s1", both)
+    record = read_json(both / "record.json") | {"system": "both"}
+    other = record["tasks"][0] | {"task": "cb"}
+    hashes = record["data_sha256"] + "+0123"
+    record |= {"tasks": [*record["tasks"], other], "data_sha256": hashes}
+    write_json(both / "record.json", record)
+    assert {group.system for group in build_report(results, ["rte"]).groups} >= {"a", "both"}
     lost.unlink()
     with pytest.raises(UserError, match=f"{lost} is missing"):
         build_report(results)

@@ -1,6 +1,5 @@
 """Fine-tuned heads on own rows: calibration, thresholds, scores with any offset, and the saved folder."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from finetune.predict import answers_of
 from finetune.results import TrainedSystem
 from finetune.run import train_system
 from finetune.saved import SavedSystem, write_record
-from finetune.settings import RunSettings
-from finetune.tasks import TASKS
-from finetune.training import StepPlan
-from finetune.tuned import Tuned, fit_temperature, fit_thresholds
+from finetune.tuned import SPREAD, Tuned, fit_thresholds
 from multicls.evaluation import Rows
+from multicls.systems import fit_temperature
 from tests.finetune.conftest import NOUNS
 
 WORDS = (("ros", "nar"), ("tun", "pel"))
@@ -28,15 +25,13 @@ def test_a_known_temperature_is_found() -> None:
     """Labels are drawn from the outputs divided by 3; few rows without an error do not ask for 0."""
     draw = np.random.default_rng(0)
     outputs = draw.normal(size=(3000, 2)) * 6
+    prior: Any = {"bounds": (-3, 3), "spread": SPREAD}
     labels = (draw.random(3000) < expit((outputs[:, 1] - outputs[:, 0]) / 3)).astype(float)
-    assert fit_temperature(TASKS["rte"], outputs, labels) == pytest.approx(3, rel=0.1)
-    several = replace(TASKS["rte"], multi_label=True)
+    assert fit_temperature("class", outputs, labels, **prior) == pytest.approx(3, rel=0.1)
     marks = (draw.random(outputs.shape) < expit(outputs / 3)).astype(float)
-    assert fit_temperature(several, outputs, marks) == pytest.approx(3, rel=0.1)
+    assert fit_temperature("multi_label", outputs, marks, **prior) == pytest.approx(3, rel=0.1)
     right = outputs[:20].argmax(axis=1)
-    assert 0.3 < fit_temperature(TASKS["rte"], outputs[:20], right) < 1
-    assert fit_temperature(TASKS["rte"], outputs[:9], labels[:9]) == 1.0
-    assert fit_temperature(TASKS["stsb"], outputs[:, :1], labels) == 1.0
+    assert 0.3 < fit_temperature("class", outputs[:20], right, **prior) < 1
 
 
 def test_thresholds_of_rare_labels_are_lower() -> None:
@@ -71,11 +66,13 @@ def test_the_temperature_is_in_the_saved_classifier(
 ) -> None:
     rows = Rows("class", MARKS[:, 0].astype(int), TEXTS, classes=("a", "b"))
     found = []
+    tuned = Tuned("cls", str(tiny_bert), 16, learning_rate=3e-3, epochs=1)
+    twice = rows.take(np.arange(80) % 40)  # 16 validation rows
     for temperature in (1.0, 4.0):
-        monkeypatch.setattr("finetune.tuned.fit_temperature", lambda *_, t=temperature: t)
-        tuned = Tuned("cls", str(tiny_bert), 16, learning_rate=3e-3, epochs=1).fit(rows)
-        found.append(tuned.predict(rows))
-    np.testing.assert_allclose(found[0], 4 * found[1], rtol=1e-4)
+        monkeypatch.setattr("finetune.tuned.fit_temperature", lambda *_, t=temperature, **__: t)
+        found.append([tuned.fit(of).predict(rows) for of in (twice, rows)])
+    np.testing.assert_allclose(found[0][0], 4 * found[1][0], rtol=1e-4)
+    np.testing.assert_allclose(found[0][1], found[1][1], err_msg="8 rows have no temperature")
 
 
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-3), ("bf16", 0.02)])
@@ -117,9 +114,3 @@ def test_the_rows_held_out_pick_the_checkpoint(
     Tuned("mean", str(tiny_bert), 16, learning_rate=3e-3, epochs=6).fit(rows)
     fields = found[0].fields
     assert fields["best_step"] == fields["history"][0]["step"] < fields["steps"]
-
-
-def test_the_batch_follows_the_number_of_rows() -> None:
-    for number, batch in ((80, 4), (800, 8), (8000, 16)):
-        settings = RunSettings(model="m", head="cls", train_size=number)
-        assert StepPlan(settings, [number]).batch_size == batch

@@ -75,6 +75,20 @@ def test_parts_of_a_plain_encoder(tiny_bert: Path) -> None:
         Embedder(tiny_bert.parent)
 
 
+def test_a_word_that_a_user_made_special_is_one_token(tiny_bert: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[DRUG]"]})
+    model = AutoModel.from_pretrained(tiny_bert)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = Embedder(tmp_path).tokenizer("len [DRUG] [SEP]", add_special_tokens=False)
+    assert found.tokens()[:3] == ["len", "[DRUG]", "["], "other special tokens are text"
+    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its tokenizer has .* entries, its vocabulary"):
+        Embedder(tmp_path)
+
+
 def test_topics_read_the_whole_text_and_need_no_pretraining(tiny_bert: Path) -> None:
     model = Embedder(tiny_bert, 4)
     texts = [f"len {'bal ' * 9}{word}" for word in ("nar fil", "ros gol") * 10]

@@ -6,9 +6,10 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from scipy.stats import pearsonr
+from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef
 
+from multicls.errors import UserError
 from multicls.evaluation import (
     Difference,
     Rows,
@@ -184,6 +185,7 @@ def test_each_row_is_scored_by_a_system_that_has_not_seen_it() -> None:
     assert np.array_equal(scores.outputs.argmax(axis=2), np.tile(1 - targets, (2, 1)))
 
 
+@pytest.mark.filterwarnings("error")
 def test_values_of_rows_have_the_metric_as_their_mean() -> None:
     generator = np.random.default_rng(0)
     labels, predicted = generator.integers(4, size=(2, 60))
@@ -200,12 +202,13 @@ def test_values_of_rows_have_the_metric_as_their_mean() -> None:
         "micro": (score("micro_f1", *marks), f1_score(*marks, average="micro")),
         "macro": (score("macro_f1", *marks), f1_score(*marks, average="macro")),
         "pearson": (score("pearson", *scores), pearsonr(*scores).statistic),
+        "spearman": (score("spearman", *scores), spearmanr(*scores).statistic),
         "acc": (score("acc", labels, predicted), (labels == predicted).mean()),
     }
     for name, (ours, theirs) in found.items():
         assert ours == pytest.approx(float(theirs)), name
-    assert score("spearman", scores[0], np.exp(scores[0])) == pytest.approx(1)
-    assert score("spearman", scores[0], np.zeros(60)) == 0
+    for name in ("matthews", "pearson", "spearman", "f1"):
+        assert score(name, np.array([0, 1, 1]), np.zeros(3)) == 0, "constant predictions"
     assert score("r2", scores[0], np.full(60, scores[0].mean())) == pytest.approx(0)
 
 
@@ -260,7 +263,20 @@ def test_differences_are_shown_in_points_and_words() -> None:
     unclear = Difference(0.0123, -0.001, 0.02)
     assert unclear.verdict("a", "b") == "a against b: no clear change, +1.2 (-0.1 to +2.0)"
     assert Difference(0.712, 0.689, 0.734).score() == "71.2 (68.9 to 73.4)"
+    assert Difference(0.02, -0.03, 1.07).score() == "2.0 (0.0 to 100.0)", "an accuracy is a share"
+    assert Difference(0.02, -0.03, 0.07, metric="spearman").score() == "2.0 (-3.0 to 7.0)"
+    assert Difference(0.02, -0.03, 0.07, metric="mean(f1a,em)").score() == "2.0 (0.0 to 7.0)"
+    assert Difference(-0.02, -0.03, 0.07, metric="mean of 2 tasks").score() == "-2.0 (-3.0 to 7.0)"
+    assert str(Difference(0.5, -19.0, 19.0)) == "+50.0 (-100.0 to +100.0)"
+    small = Difference(0.0312, -0.001, 0.0634, metric="mae")
+    assert small.score() == "0.0312 (0 to 0.0634)" and str(small).startswith("+0.0312 (-0.001 ")
+    assert Difference(12345.6, 9e3, 2e4, metric="mae").score() == "12,346 (9,000 to 20,000)"
     assert str(Difference(0.0123, -np.inf, np.inf)).startswith("+1.2 (no interval: ")
+
+
+def test_rows_of_one_group_cannot_be_divided() -> None:
+    with pytest.raises(UserError, match="all 20 rows are of one group or text"):
+        folds(Rows("class", np.arange(20) % 2, units=np.zeros(20, dtype=int)))
 
 
 def test_draws_and_the_learning_curve() -> None:

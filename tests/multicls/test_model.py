@@ -85,6 +85,10 @@ def test_an_embedding_of_parts_has_equal_parts_and_topics_of_whole_texts() -> No
     for wrong in ("mean+topics", "mean+mean", "mean+"):
         with pytest.raises(ValueError, match="not some of mean, cls, facets, joined by"):
             tiny(embedding=wrong)
+    for name in ("embedding", "pooling"):  # as options of `from_pretrained` are set
+        setattr(config := tiny(), name, "maen")
+        with pytest.raises(ValueError, match=f"{name} = 'maen': not"):
+            MultiClsModel(config)
 
 
 @pytest.mark.slow

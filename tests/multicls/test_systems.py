@@ -154,11 +154,26 @@ def test_several_labels_and_missing_classes() -> None:
     marks = (features[:, :3] + 0.3 * generator.normal(size=(300, 3)) > 0.8).astype(float)
     rows = Rows("multi_label", marks, features={"mean": features})
     assert evaluate({"": Linear.of("mean")}, rows, folds(rows, 1, halves=0))[""].mean > 0.75
+    unseen = generator.normal(size=(2000, 10))
+    noise = 0.3 * generator.normal(size=(2000, 3))
+    expected = (unseen[:, :3] + noise > 0.8).astype(float)
+    system = Linear.of("mean").fit(rows)
+    logits = system.predict(Rows("multi_label", expected, features={"mean": unseen})) + system.shift
+    probabilities = 1 / (1 + np.exp(-logits))
+    sure = probabilities > 0.9
+    assert sure.sum() > 100 and expected[sure].mean() > 0.88, "calibrated by unseen rows"
+    assert abs(probabilities.mean() - expected.mean()) < 0.03
     names = ("a", "b", "c", "d")
     some = classes(60)
     rows = Rows("class", some.targets, features=some.features, classes=names)
     outputs = Linear.of("mean").fit(rows).predict(rows)
     assert outputs.shape == (60, 4) and (outputs[:, 3] < outputs[:, :3].min(axis=1) - 10).all()
+
+
+def test_texts_without_words_are_alike() -> None:
+    texts = [(mark * 3, "one" if number % 2 else "two") for number, mark in enumerate("?!" * 15)]
+    rows = Rows("class", np.arange(30) % 2, texts)
+    assert (Words().fit(rows).predict(rows).argmax(axis=1) == rows.targets).all()
 
 
 def test_saved_systems_predict_the_same(tmp_path: Path) -> None:
