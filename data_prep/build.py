@@ -5,7 +5,9 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    hashes.npy        (1, D) uint64: the documents' hashes; with `near_duplicates` (1 + BANDS, D), also keys of MinHash
+    hashes.npy        (1, D) uint64: the documents' hashes; with `near_duplicates` (1 + BANDS, D), also keys of MinHash;
+                      each column ascending
+    order.npy         (1, D) or (1 + BANDS, D) uint32: the documents with these hashes; of equal ones in their order
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -35,7 +37,8 @@ from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, table_of, write_tables
 from multicls.files import atomic_write, write_json
 
-DOCUMENTS_FILE, HASHES_FILE, DROPPED_TEXT = "documents.npy", "hashes.npy", "dropped.jsonl"
+DOCUMENTS_FILE, DROPPED_TEXT = "documents.npy", "dropped.jsonl"
+HASHES_FILE, ORDER_FILE = "hashes.npy", "order.npy"
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 GROUP_TOKENS = 1 << 20  # of documents that become columns together; until then each takes 2 KB more
@@ -303,7 +306,17 @@ def _write(
             hashes.append(np.array(list(keys), np.uint64))
         write_tables(folder / f"rows-{number}.arrow", tables)
     np.save(folder / DOCUMENTS_FILE, np.concatenate(entries))
-    np.save(folder / HASHES_FILE, np.ascontiguousarray(np.concatenate(hashes).T))
+    write_hashes(folder, np.ascontiguousarray(np.concatenate(hashes).T))
+
+
+def write_hashes(folder: Path, hashes: np.ndarray) -> None:
+    """Writes the columns of hashes of a unit, (C, D) uint64, which it sorts in place, and the order of each."""
+    order = np.empty(hashes.shape, np.uint32)
+    for column, places in zip(hashes, order, strict=True):
+        places[:] = np.argsort(column, kind="stable")
+        column[:] = column[places]
+    np.save(folder / HASHES_FILE, hashes)
+    np.save(folder / ORDER_FILE, order)
 
 
 def _numbered(documents: Iterable[Document], limit: int) -> Iterator[tuple[int, Document]]:

@@ -8,7 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, open_dropped
+from data_prep.build import (
+    DOCUMENTS_FILE,
+    DROPPED_TEXT,
+    HASHES_FILE,
+    ORDER_FILE,
+    open_dropped,
+)
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
@@ -201,32 +207,33 @@ def find_copies(
     """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
 
     They have a hash of an earlier one in a column of `HASHES_FILE`. A document of which an earlier one is a near copy
-    is one itself, also if that one goes. A call finds those with hashes that are equal modulo the number of calls, so
-    that no process holds all of them.
+    is one itself, also if that one goes. A call finds those of a range of hashes, which units hold sorted: so each
+    hash is read once, and no process holds all of them.
     """
-    paths = [folder / HASHES_FILE for folder in folders]
-    sizes = [np.load(path, mmap_mode="r").shape[1] for path in paths]
+    sizes = [np.load(folder / HASHES_FILE, mmap_mode="r").shape[1] for folder in folders]
     kinds, parts = np.zeros(sum(sizes), np.uint8), 1 + sum(sizes) // PART
     columns = [0] if exact else []
     columns += range(1, 1 if near == "keep" else 1 + BANDS)
-    calls = [(part, parts, paths, column) for column in columns for part in range(parts)]
+    calls = [(part, parts, folders, column) for column in columns for part in range(parts)]
     for number, found in run_all(copies_in_part, calls, pool):
         kind = (NEAR if near == "drop" else SIMILAR) if columns[number // parts] else SAME
         kinds[found] = np.maximum(kinds[found], kind)
     return np.split(kinds, np.cumsum(sizes)[:-1])
 
 
-def copies_in_part(part: int, parts: int, paths: list[Path], column: int) -> np.ndarray:
+def copies_in_part(part: int, parts: int, folders: list[Path], column: int) -> np.ndarray:
     """Returns the indices, over all units, of documents of which an earlier one has the same hash in a column.
 
-    The hashes of a call are `part` modulo `parts`.
+    The hashes of a call are those of range `part`, of `parts` ranges of equal length.
     """
+    bounds = np.array([(part << 64) // parts, ((part + 1 << 64) // parts) - 1], np.uint64)
     hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
-    for path in paths:
-        of_unit = np.load(path, mmap_mode="r")[column]
-        inside = np.flatnonzero(of_unit % np.uint64(parts) == part)
-        hashes.append(of_unit[inside])
-        indices.append(inside + first)
+    for folder in folders:
+        of_unit = np.load(folder / HASHES_FILE, mmap_mode="r")[column]
+        inside = slice(of_unit.searchsorted(bounds[0]), of_unit.searchsorted(bounds[1], "right"))
+        hashes.append(np.array(of_unit[inside]))
+        order = np.load(folder / ORDER_FILE, mmap_mode="r")[column, inside]
+        indices.append(order.astype(np.int64) + first)
         first += len(of_unit)
     joined = np.concatenate(hashes)
     order = np.argsort(joined, kind="stable")  # equal hashes stay in the order of the input

@@ -150,7 +150,7 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     folders, seen = [tmp_path / str(number) for number in range(4)], set[int]()
     for folder, hashes in zip(folders, units, strict=True):
         folder.mkdir()
-        np.save(folder / build.HASHES_FILE, hashes[None])
+        build.write_hashes(folder, hashes[None].copy())
     found = merge.find_copies(folders, True, "keep", None)
     for hashes, copies in zip(units, found, strict=True):
         for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
