@@ -28,10 +28,10 @@ import pyarrow as pa
 
 from data_prep.clean import clean
 from data_prep.encode import TextEncoder
+from data_prep.formats import read_documents
 from data_prep.formats.base import BadRecord, RawDocument, Record, SourceFile
 from data_prep.ledger import REASONS, Ledger, Left, left, size
 from data_prep.overlap import BANDS, EvaluationRows, band_keys, load_evaluation_rows
-from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, table_of, write_tables

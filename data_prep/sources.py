@@ -1,19 +1,23 @@
 """Lists what `--input` names: files and folders, and data sets of the Hub."""
 
-import lzma
 import os
 import re
 import stat
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import pyarrow as pa
-
 from data_prep.formats import FORMATS
-from data_prep.formats.base import Entry, Layout, Skipped, SourceFile, printable, stem
+from data_prep.formats.base import (
+    Entry,
+    Layout,
+    Skipped,
+    SourceFile,
+    describe_damage,
+    printable,
+    stem,
+)
 from data_prep.formats.recognise import layout_of, missing_fields, recognise
 from data_prep.formats.tables import schema_paths
 from data_prep.ledger import skip_text
@@ -192,14 +196,3 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
         if reason := getattr(error, "strerror", ""):
             return file.skipped("unreadable", reason)
         return file.skipped("damaged", describe_damage(file, error))
-
-
-def describe_damage(file: SourceFile, error: Exception) -> str:
-    """Returns how a file is damaged, from the error that reading it raised.
-
-    A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.
-    """
-    is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
-    if not is_torn and getattr(error, "errno", None) is not None:
-        raise UserError(f"{file}: cannot be read: {first_line(error)}; try again.") from error
-    return first_line(error)
