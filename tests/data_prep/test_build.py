@@ -456,6 +456,9 @@ def test_no_process_outlives_the_command(how: signal.Signals, command: Any, tmp_
     process = start(words, tmp_path / "out")
     workers = workers_of(process.pid)
     assert len(workers) >= 2
+    for pid in workers:  # from their start, when Ctrl-C may come as well
+        blocked = re.search(r"SigBlk:\s(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert blocked and int(blocked[1], 16) & 1 << signal.SIGINT - 1
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     printed, errors = process.communicate()
     assert process.returncode == {signal.SIGINT: 130}.get(how, -how)
@@ -693,7 +696,7 @@ def test_a_truncated_file_is_a_warning_though_nothing_remains_to_estimate_from(
     lines = last_lines(prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "a.jsonl.gz"))
     assert "at most 100.0% of the text" in dict(lines)["kept"]
     (warning,) = (text for name, text in lines if name == "warning")
-    assert warning.startswith("1 file is damaged") and "what it lost is unknown" in warning
+    assert warning.startswith("1 file is damaged") and "how much is lost is unknown" in warning
 
 
 def test_a_sentence_has_at_most_8191_tokens(corpus_of: Make) -> None:
