@@ -45,6 +45,7 @@ GROUP_TOKENS = 1 << 20  # of documents that become columns together; until then 
 DOCUMENT_TOKENS = 128  # whose memory a document takes besides
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
+RECENT = 1 << 18  # hashes of short documents
 DOCUMENT = np.dtype([("file", "u4"), ("rows", "u4"), ("characters", "u8"), ("members", "u4")])
 
 # A panic of a Rust library is a BaseException, too, and must cost its document only.
@@ -145,6 +146,26 @@ def _batched(
         yield batch
 
 
+class HashSet:
+    """A set of 64-bit hashes that takes 8 bytes for each, but about 100 for each of the last `RECENT` ones."""
+
+    def __init__(self) -> None:
+        self._sorted, self._recent = np.zeros(0, np.uint64), set[int]()
+
+    def add(self, value: int) -> bool:
+        """Adds a hash; returns whether it is new."""
+        place = self._sorted.searchsorted(np.uint64(value))
+        is_old = place < len(self._sorted) and int(self._sorted[place]) == value
+        if is_old or value in self._recent:
+            return False
+        self._recent.add(value)
+        if len(self._recent) == RECENT:
+            recent = np.fromiter(self._recent, np.uint64, count=RECENT)
+            self._sorted = np.sort(np.concatenate([self._sorted, recent]), kind="stable")
+            self._recent.clear()
+        return True
+
+
 @dataclass
 class _Builder:
     """The steps from files to documents; each enters into `ledger` what it leaves out."""
@@ -240,16 +261,16 @@ class _Builder:
     def join_short(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
         settings, groups = self.settings, dict[str, list[Document]]()
-        known: set[int] = set()  # hashes of short documents, whose copies are dropped
+        known = HashSet()  # of short documents, whose copies are dropped
+        drops_copies = "duplicate_documents" in settings.rules
         for document in documents:
             if len(document.lengths) >= settings.min_sentences:
                 yield document
             elif settings.short_documents == "drop":
                 self._drop("documents_too_short", document)
-            elif "duplicate_documents" in settings.rules and document.hash in known:
+            elif drops_copies and not known.add(document.hash):
                 self._drop("documents_duplicate", document)
             else:
-                known.add(document.hash)
                 group = groups.setdefault(document.raw.source, [])
                 group.append(document)
                 tokens = sum(len(member.tokens) for member in group)

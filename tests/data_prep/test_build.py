@@ -159,6 +159,15 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     assert not np.concatenate(merge.find_copies(folders, False, "keep", None)).any()
 
 
+def test_a_set_of_hashes_is_a_plain_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "RECENT", 3)
+    values = [5, 5, 2**64 - 1, 0, 7, 0, 5, 2**64 - 1, 2**63, 3, 7, 9, 3, 2**63]
+    hashes, plain = build.HashSet(), set[int]()
+    for value in values:
+        assert hashes.add(value) == (value not in plain)
+        plain.add(value)
+
+
 # Determinism and interruptions.
 
 
