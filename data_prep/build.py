@@ -5,9 +5,10 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    hashes.npy        (1, D) uint64: the documents' hashes; with `near_duplicates` (1 + BANDS, D), also keys of MinHash;
-                      each column ascending
-    order.npy         (1, D) or (1 + BANDS, D) uint32: the documents with these hashes; of equal ones in their order
+    hashes.bin        (C, D) uint64: the documents' hashes and, with `near_duplicates`, keys of MinHash, in 1 or 1 + BANDS
+                      columns, each ascending
+    order.bin         (C, D) uint32: the documents with these hashes; of equal hashes, in their order
+    ranges.npy        (C, RANGES + 1) uint32: where each range of hashes begins in a column
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -38,7 +39,8 @@ from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, table_of, write_t
 from multicls.files import atomic_write, write_json
 
 DOCUMENTS_FILE, DROPPED_TEXT = "documents.npy", "dropped.jsonl"
-HASHES_FILE, ORDER_FILE = "hashes.npy", "order.npy"
+HASHES_FILE, ORDER_FILE, RANGES_FILE = "hashes.bin", "order.bin", "ranges.npy"
+RANGES = 256  # of equal length, of all hashes
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 GROUP_TOKENS = 1 << 20  # of documents that become columns together; until then each takes 2 KB more
@@ -331,13 +333,18 @@ def _write(
 
 
 def write_hashes(folder: Path, hashes: np.ndarray) -> None:
-    """Writes the columns of hashes of a unit, (C, D) uint64, which it sorts in place, and the order of each."""
-    order = np.empty(hashes.shape, np.uint32)
-    for column, places in zip(hashes, order, strict=True):
-        places[:] = np.argsort(column, kind="stable")
-        column[:] = column[places]
-    np.save(folder / HASHES_FILE, hashes)
-    np.save(folder / ORDER_FILE, order)
+    """Writes the columns of hashes of a unit, (C, D) uint64, which it sorts in place, their orders and ranges."""
+    columns, documents = hashes.shape
+    order = np.empty((columns, documents), np.uint32)
+    ranges = np.full((columns, RANGES + 1), documents, np.uint32)
+    begins = np.arange(RANGES, dtype=np.uint64) * np.uint64((1 << 64) // RANGES)
+    for column in range(columns):
+        order[column] = np.argsort(hashes[column], kind="stable")
+        hashes[column] = hashes[column, order[column]]
+        ranges[column, :-1] = hashes[column].searchsorted(begins)
+    hashes.tofile(folder / HASHES_FILE)
+    order.tofile(folder / ORDER_FILE)
+    np.save(folder / RANGES_FILE, ranges)
 
 
 def _numbered(documents: Iterable[Document], limit: int) -> Iterator[tuple[int, Document]]:

@@ -13,6 +13,8 @@ from data_prep.build import (
     DROPPED_TEXT,
     HASHES_FILE,
     ORDER_FILE,
+    RANGES,
+    RANGES_FILE,
     open_dropped,
 )
 from data_prep.ledger import Ledger
@@ -207,34 +209,42 @@ def find_copies(
     """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
 
     They have a hash of an earlier one in a column of `HASHES_FILE`. A document of which an earlier one is a near copy
-    is one itself, also if that one goes. A call finds those of a range of hashes, which units hold sorted: so each
-    hash is read once, and no process holds all of them.
+    is one itself, also if that one goes. A call finds those of some ranges of hashes: so each hash is read once, and no
+    process holds all of them.
     """
-    sizes = [np.load(folder / HASHES_FILE, mmap_mode="r").shape[1] for folder in folders]
-    kinds, parts = np.zeros(sum(sizes), np.uint8), 1 + sum(sizes) // PART
+    starts = np.stack([np.load(folder / RANGES_FILE) for folder in folders])  # (U, C, RANGES + 1)
+    sizes = starts[:, 0, -1].tolist()
+    kinds, parts = np.zeros(sum(sizes), np.uint8), min(RANGES, 1 + sum(sizes) // PART)
     columns = [0] if exact else []
     columns += range(1, 1 if near == "keep" else 1 + BANDS)
-    calls = [(part, parts, folders, column) for column in columns for part in range(parts)]
+    cuts = [part * RANGES // parts for part in range(parts + 1)]
+    calls = [
+        (folders, sizes, column, starts[:, column, first], starts[:, column, last])
+        for column in columns
+        for first, last in pairwise(cuts)
+    ]
     for number, found in run_all(copies_in_part, calls, pool):
         kind = (NEAR if near == "drop" else SIMILAR) if columns[number // parts] else SAME
         kinds[found] = np.maximum(kinds[found], kind)
     return np.split(kinds, np.cumsum(sizes)[:-1])
 
 
-def copies_in_part(part: int, parts: int, folders: list[Path], column: int) -> np.ndarray:
+def copies_in_part(
+    folders: list[Path], sizes: list[int], column: int, starts: np.ndarray, stops: np.ndarray
+) -> np.ndarray:
     """Returns the indices, over all units, of documents of which an earlier one has the same hash in a column.
 
-    The hashes of a call are those of range `part`, of `parts` ranges of equal length.
+    Of a unit of `sizes` documents it takes the hashes from `starts` to `stops`, (U,), in the order of the hashes.
     """
-    bounds = np.array([(part << 64) // parts, ((part + 1 << 64) // parts) - 1], np.uint64)
-    hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
-    for folder in folders:
-        of_unit = np.load(folder / HASHES_FILE, mmap_mode="r")[column]
-        inside = slice(of_unit.searchsorted(bounds[0]), of_unit.searchsorted(bounds[1], "right"))
-        hashes.append(np.array(of_unit[inside]))
-        order = np.load(folder / ORDER_FILE, mmap_mode="r")[column, inside]
-        indices.append(order.astype(np.int64) + first)
-        first += len(of_unit)
+    hashes, indices, before = list[np.ndarray](), list[np.ndarray](), 0
+    for folder, size, start, stop in zip(
+        folders, sizes, starts.tolist(), stops.tolist(), strict=True
+    ):
+        place, count = column * size + start, stop - start
+        hashes.append(np.fromfile(folder / HASHES_FILE, np.uint64, count, offset=8 * place))
+        documents = np.fromfile(folder / ORDER_FILE, np.uint32, count, offset=4 * place)
+        indices.append(documents + np.int64(before))
+        before += size
     joined = np.concatenate(hashes)
     order = np.argsort(joined, kind="stable")  # equal hashes stay in the order of the input
     is_copy = joined[order[1:]] == joined[order[:-1]]
