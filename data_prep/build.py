@@ -5,8 +5,8 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    hashes.bin        (C, D) uint64: the documents' hashes and, with `near_duplicates`, keys of MinHash, in 1 or 1 + BANDS
-                      columns, each ascending
+    hashes.bin        (C, D) uint64: the documents' hashes and, with `near_duplicates`, keys of MinHash: C columns, each
+                      ascending
     order.bin         (C, D) uint32: the documents with these hashes; of equal hashes, in their order
     ranges.npy        (C, RANGES + 1) uint32: where each range of hashes begins in a column
     dropped.jsonl     with `keep_dropped`: all that was dropped
