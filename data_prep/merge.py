@@ -8,15 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import (
-    DOCUMENTS_FILE,
-    DROPPED_TEXT,
-    HASHES_FILE,
-    ORDER_FILE,
-    RANGES,
-    RANGES_FILE,
-    open_dropped,
-)
+from data_prep import build
+from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, open_dropped
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
@@ -82,8 +75,9 @@ def merge(
         table = np.load(folder / DOCUMENTS_FILE)
         numbers = table["file"]
         for number in np.unique(numbers).tolist():
-            file = RowsFile(folder, number, kinds[numbers == number])
-            characters = table["characters"][numbers == number]
+            inside = slice(*numbers.searchsorted([number, number + 1]))  # a view takes no memory
+            file = RowsFile(folder, number, kinds[inside])
+            characters = table["characters"][inside]
             if size >= shard_bytes and file.kept.any():
                 groups.append([])
                 size = 0
@@ -208,16 +202,16 @@ def find_copies(
 ) -> list[np.ndarray]:
     """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
 
-    They have a hash of an earlier one in a column of `HASHES_FILE`. A document of which an earlier one is a near copy
-    is one itself, also if that one goes. A call finds those of some ranges of hashes: so each hash is read once, and no
+    They have a hash of an earlier one in a column of its unit. A document of which an earlier one is a near copy is one
+    itself, also if that one goes. A call finds those of some ranges of hashes: so each hash is read once, and no
     process holds all of them.
     """
-    starts = np.stack([np.load(folder / RANGES_FILE) for folder in folders])  # (U, C, RANGES + 1)
-    sizes = starts[:, 0, -1].tolist()
-    kinds, parts = np.zeros(sum(sizes), np.uint8), min(RANGES, 1 + sum(sizes) // PART)
+    starts = np.stack([np.load(folder / build.RANGES_FILE) for folder in folders])
+    sizes = starts[:, 0, -1].tolist()  # of (U, C, RANGES + 1)
+    kinds, parts = np.zeros(sum(sizes), np.uint8), min(build.RANGES, 1 + sum(sizes) // PART)
     columns = [0] if exact else []
     columns += range(1, 1 if near == "keep" else 1 + BANDS)
-    cuts = [part * RANGES // parts for part in range(parts + 1)]
+    cuts = [part * build.RANGES // parts for part in range(parts + 1)]
     calls = [
         (folders, sizes, column, starts[:, column, first], starts[:, column, last])
         for column in columns
@@ -241,8 +235,8 @@ def copies_in_part(
         folders, sizes, starts.tolist(), stops.tolist(), strict=True
     ):
         place, count = column * size + start, stop - start
-        hashes.append(np.fromfile(folder / HASHES_FILE, np.uint64, count, offset=8 * place))
-        documents = np.fromfile(folder / ORDER_FILE, np.uint32, count, offset=4 * place)
+        hashes.append(np.fromfile(folder / build.HASHES_FILE, np.uint64, count, offset=8 * place))
+        documents = np.fromfile(folder / build.ORDER_FILE, np.uint32, count, offset=4 * place)
         indices.append(documents + np.int64(before))
         before += size
     joined = np.concatenate(hashes)

@@ -10,16 +10,7 @@ from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    CHUNK,
-    ZIP_MAGIC,
-    Format,
-    Record,
-    Skipped,
-    SourceFile,
-    bad,
-    open_bytes,
-)
+from data_prep.formats.base import Format, Record, Skipped, SourceFile, bad
 from data_prep.formats.recognise import recognise
 from data_prep.ledger import REASONS
 from data_prep.settings import BuildOptions
@@ -41,7 +32,7 @@ class _Tail:
 
 
 def _tar(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
-    with open_bytes(file) as stream:
+    with base.open_bytes(file) as stream:
         tail: Any = _Tail(stream)
         with tarfile.open(fileobj=tail, mode="r|") as archive:
             for entry in archive:
@@ -51,14 +42,14 @@ def _tar(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
                     with SpooledTemporaryFile(IN_MEMORY) as copy:
                         shutil.copyfileobj(data, copy)
                         yield from _member(file, entry.name, entry.size, copy, settings)
-        while tail.read(CHUNK):
+        while tail.read(base.CHUNK):
             pass
     if tail.last.strip(b"\0"):
         raise EOFError("it ends inside a member")
 
 
 def _zip(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
-    with open_bytes(file) as stream, zipfile.ZipFile(stream) as archive:
+    with base.open_bytes(file) as stream, zipfile.ZipFile(stream) as archive:
         for entry in archive.infolist():
             if not entry.is_dir():
                 with SpooledTemporaryFile(IN_MEMORY) as copy:
@@ -102,5 +93,5 @@ def _member(
 NAMES = ("tar", "zip")
 base.register(
     Format("tar", _tar, (".tar", ".tgz"), magic=re.compile(rb"(?s).{257}ustar")),
-    Format("zip", _zip, (".zip",), magic=ZIP_MAGIC),
+    Format("zip", _zip, (".zip",), magic=base.ZIP_MAGIC),
 )

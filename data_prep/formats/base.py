@@ -212,8 +212,8 @@ def declared_encoding(head: bytes, content_type: str = "") -> str:
 
 def stem(file: SourceFile) -> str:
     """Returns the name of a file without folder, suffix and suffix of compression."""
-    base, suffix = os.path.splitext(os.path.basename(file.name))
-    return os.path.splitext(base)[0] if suffix[1:].lower() in OPENERS else base
+    root, suffix = os.path.splitext(os.path.basename(file.name))
+    return os.path.splitext(root)[0] if suffix[1:].lower() in OPENERS else root
 
 
 def printable(path: str) -> str:
