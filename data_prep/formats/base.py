@@ -116,7 +116,6 @@ class Format(NamedTuple):
     magic: re.Pattern[bytes] | None = None  # the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
     fields: Callable[[SourceFile], Iterable[str]] | None = None  # of its first records
-    layout: Layout = "plain"
     needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
 
 

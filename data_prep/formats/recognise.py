@@ -50,7 +50,7 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
     if module and is_needed and not _is_installed(module):
         return file.skipped("not_installed", command)
     is_markdown = settings.format == "auto" and suffix in _MARKDOWN
-    return found._replace(layout=layout_of(settings, "markdown" if is_markdown else chosen.layout))
+    return found._replace(layout=layout_of(settings, "markdown" if is_markdown else "plain"))
 
 
 def _is_installed(module: str) -> bool:

@@ -23,6 +23,7 @@ from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from multicls.settings import parse
 from tests.data_prep.conftest import listed, read_all, story
+from tests.data_prep.test_ledger import arrow
 
 
 def reason_of(path: Path, **values: Any) -> str:
@@ -120,6 +121,8 @@ def test_members_of_archives(tmp_path: Path) -> None:
     members = {
         "deep/a.txt": story(9).encode(),
         "b.jsonl.gz": gzip.compress(b'{"text": "It ran."}\n'),
+        "b.arrow": arrow(["He sat."]),
+        "b.arrow.gz": gzip.compress(arrow(["She sat."])),
         "c.png": b"\x89PNG" + bytes(99),
         "d.py": b"x = 1",
         "e.zip": b"PK\x03\x04",
@@ -133,9 +136,10 @@ def test_members_of_archives(tmp_path: Path) -> None:
             entry.size = len(content)
             tape.addfile(entry, io.BytesIO(content))
             packed.writestr(name, content)
+    texts = [story(9), "It ran.", "He sat.", "She sat."]
     for name in ("a.tar.gz", "a.zip"):
         records = read_all(tmp_path / name)
-        assert [r.text for r in records if isinstance(r, RawDocument)] == [story(9), "It ran."]
+        assert [r.text for r in records if isinstance(r, RawDocument)] == texts
         assert records[0].id == f"{name}/deep/a.txt#0"
         bad = {r.text.partition(":")[0]: r.characters for r in records if isinstance(r, BadRecord)}
         assert bad == {"c.png": 0, "d.py": 5, "e.zip": 4}, "bytes of what may be text"
