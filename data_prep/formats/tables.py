@@ -224,7 +224,9 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
     with open_bytes(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         header = text.readline()
-        names = next(_reader([header], file, header))
+        cells = next(_reader([header], file, header))
+        # A second column of a name is "name.1", as in pandas.
+        names = [f"{n}.{cells[:i].count(n)}" if n in cells[:i] else n for i, n in enumerate(cells)]
         for number, cells in enumerate(_reader(text, file, header)):
             if len(cells) == len(names):
                 yield number, dict(zip(names, cells, strict=True))
