@@ -213,7 +213,7 @@ def find_copies(
     columns += range(1, 1 if near == "keep" else 1 + BANDS)
     cuts = [part * build.RANGES // parts for part in range(parts + 1)]
     calls = [
-        (folders, sizes, column, starts[:, column, first], starts[:, column, last])
+        (column, folders, sizes, starts[:, column, first], starts[:, column, last])
         for column in columns
         for first, last in pairwise(cuts)
     ]
@@ -224,7 +224,7 @@ def find_copies(
 
 
 def copies_in_part(
-    folders: list[Path], sizes: list[int], column: int, starts: np.ndarray, stops: np.ndarray
+    column: int, folders: list[Path], sizes: list[int], starts: np.ndarray, stops: np.ndarray
 ) -> np.ndarray:
     """Returns the indices, over all units, of documents of which an earlier one has the same hash in a column.
 

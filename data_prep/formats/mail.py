@@ -46,10 +46,8 @@ def _eml(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
 
 def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions) -> Record:
     """Returns the text of a message as a document, without what it quotes and the files that are attached."""
-    message, out = (
-        email.message_from_bytes(data, EmailMessage, policy=email.policy.default),
-        list[Left](),
-    )
+    out = list[Left]()
+    message = email.message_from_bytes(data, EmailMessage, policy=email.policy.default)
     text = "\n\n".join(_shown(message, out))
     if "markup" in settings.rules:
         out += [left("lines_quoted", quoted[0]) for quoted in _QUOTED.finditer(text)]
@@ -61,8 +59,10 @@ def _message(file: SourceFile, number: int, data: bytes, settings: BuildOptions)
 def _shown(part: MIMEPart, out: list[Left]) -> Iterator[str]:
     """Yields the texts of a part that a reader of mail shows, also of a forwarded message; enters files into `out`."""
     kind, is_file = part.get_content_type(), part.is_attachment() or part.get_filename() is not None
-    if kind == "multipart/alternative" and (best := part.get_body(("plain", "html"))):
-        yield from _shown(best, out)
+    forms = [part.get_body((name,)) for name in ("plain", "html")]  # of one text; one may be blank
+    filled = [form for form in forms if form is not None and _text_of(form).strip()]
+    if kind == "multipart/alternative" and filled and not is_file:
+        yield from _shown(filled[0], out)
     elif part.is_multipart() and not is_file:
         for inner in part.iter_parts():
             yield from _shown(inner, out)

@@ -239,7 +239,7 @@ def test_a_message_with_parts(tmp_path: Path) -> None:
 
 
 def test_all_that_a_reader_of_mail_sees_is_text(tmp_path: Path) -> None:
-    """Texts between images, and a forwarded message; of two forms one. Parts without a boundary are counted."""
+    """Texts between images, and a forwarded message; of two forms one that is not blank. Parts without a boundary are counted."""
     inner = EmailMessage()
     inner.set_content("She ran.")
     inner.add_alternative("<p>She ran.</p>", subtype="html")
@@ -248,10 +248,14 @@ def test_all_that_a_reader_of_mail_sees_is_text(tmp_path: Path) -> None:
     message.add_attachment(b"\x89PNG", maintype="image", subtype="png", disposition="inline")
     message.add_attachment("We ran.", disposition="inline")
     message.add_attachment(inner, disposition="inline")
+    blank = EmailMessage()
+    blank.set_content(" ")
+    blank.add_alternative("<p>You ran.</p>", subtype="html")
+    message.add_attachment(blank, disposition="inline")
     message.add_attachment(inner, filename="kept.eml")
     (tmp_path / "a.eml").write_bytes(b"MIME-Version: 1.0\n" + message.as_bytes())
     (document,) = read_all(tmp_path / "a.eml")
-    assert document.text.split() == ["It", "ran.", "We", "ran.", "She", "ran."]
+    assert document.text.split() == ["It", "ran.", "We", "ran.", "She", "ran.", "You", "ran."]
     files = [
         ("without a name: image/png", 0),
         ("kept.eml: message/rfc822", size("She ran.") * 2 + 7),
