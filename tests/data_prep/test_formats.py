@@ -239,7 +239,7 @@ def test_a_message_with_parts(tmp_path: Path) -> None:
 
 
 def test_all_that_a_reader_of_mail_sees_is_text(tmp_path: Path) -> None:
-    """Texts between images, and a forwarded message; of two forms one that is not blank. Parts without a boundary are counted."""
+    """Texts between images, and a forwarded message; of two forms one that is not blank. The rest is counted."""
     inner = EmailMessage()
     inner.set_content("She ran.")
     inner.add_alternative("<p>She ran.</p>", subtype="html")
