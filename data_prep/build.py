@@ -5,7 +5,10 @@ settings, and on nothing else:
 
     rows-0.arrow ...  the documents that are kept, in the format of a shard
     documents.npy     (D,) of `DOCUMENT`: one entry for each document
-    hashes.npy        (1, D) uint64: the documents' hashes; with `near_duplicates` (1 + BANDS, D), also keys of MinHash
+    hashes.bin        (C, D) uint64: the documents' hashes and, with `near_duplicates`, keys of MinHash: C columns, each
+                      ascending
+    order.bin         (C, D) uint32: the documents with these hashes; of equal hashes, in their order
+    ranges.npy        (C, RANGES + 1) uint32: where each range of hashes begins in a column
     dropped.jsonl     with `keep_dropped`: all that was dropped
     drops.json        the ledger: what was taken, kept and left out, with samples
 """
@@ -26,22 +29,25 @@ import pyarrow as pa
 
 from data_prep.clean import clean
 from data_prep.encode import TextEncoder
+from data_prep.formats import read_documents
 from data_prep.formats.base import BadRecord, RawDocument, Record, SourceFile
 from data_prep.ledger import REASONS, Ledger, Left, left, size
 from data_prep.overlap import BANDS, EvaluationRows, band_keys, load_evaluation_rows
-from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import has_changed
 from multicls.corpus import MAX_TOKENS, ShardRow, occurrences, table_of, write_tables
 from multicls.files import atomic_write, write_json
 
-DOCUMENTS_FILE, HASHES_FILE, DROPPED_TEXT = "documents.npy", "hashes.npy", "dropped.jsonl"
+DOCUMENTS_FILE, DROPPED_TEXT = "documents.npy", "dropped.jsonl"
+HASHES_FILE, ORDER_FILE, RANGES_FILE = "hashes.bin", "order.bin", "ranges.npy"
+RANGES = 256  # of equal length, of all hashes
 BATCH_SENTENCES = 1 << 15  # encoded at a time
 SHARD_TOKENS = 1 << 24  # of a file of rows
 GROUP_TOKENS = 1 << 20  # of documents that become columns together; until then each takes 2 KB more
 DOCUMENT_TOKENS = 128  # whose memory a document takes besides
 MOST_TOKENS = MAX_TOKENS // 8  # tokens; each row of a long document then has enough sentences
 JOINED_TOKENS = 3 * 128  # of short documents joined: three parts at the default length
+RECENT = 1 << 18  # hashes of short documents
 DOCUMENT = np.dtype([("file", "u4"), ("rows", "u4"), ("characters", "u8"), ("members", "u4")])
 
 # A panic of a Rust library is a BaseException, too, and must cost its document only.
@@ -142,6 +148,26 @@ def _batched(
         yield batch
 
 
+class HashSet:
+    """A set of 64-bit hashes that takes 8 bytes for each, but about 100 for each of the last `RECENT` ones."""
+
+    def __init__(self) -> None:
+        self._sorted, self._recent = np.zeros(0, np.uint64), set[int]()
+
+    def add(self, value: int) -> bool:
+        """Adds a hash; returns whether it is new."""
+        place = self._sorted.searchsorted(np.uint64(value))
+        is_old = place < len(self._sorted) and int(self._sorted[place]) == value
+        if is_old or value in self._recent:
+            return False
+        self._recent.add(value)
+        if len(self._recent) == RECENT:
+            recent = np.fromiter(self._recent, np.uint64, count=RECENT)
+            self._sorted = np.sort(np.concatenate([self._sorted, recent]), kind="stable")
+            self._recent.clear()
+        return True
+
+
 @dataclass
 class _Builder:
     """The steps from files to documents; each enters into `ledger` what it leaves out."""
@@ -237,16 +263,16 @@ class _Builder:
     def join_short(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields the documents; short ones are dropped, or joined with the next ones of their source."""
         settings, groups = self.settings, dict[str, list[Document]]()
-        known: set[int] = set()  # hashes of short documents, whose copies are dropped
+        known = HashSet()  # of short documents, whose copies are dropped
+        drops_copies = "duplicate_documents" in settings.rules
         for document in documents:
             if len(document.lengths) >= settings.min_sentences:
                 yield document
             elif settings.short_documents == "drop":
                 self._drop("documents_too_short", document)
-            elif "duplicate_documents" in settings.rules and document.hash in known:
+            elif drops_copies and not known.add(document.hash):
                 self._drop("documents_duplicate", document)
             else:
-                known.add(document.hash)
                 group = groups.setdefault(document.raw.source, [])
                 group.append(document)
                 tokens = sum(len(member.tokens) for member in group)
@@ -303,7 +329,22 @@ def _write(
             hashes.append(np.array(list(keys), np.uint64))
         write_tables(folder / f"rows-{number}.arrow", tables)
     np.save(folder / DOCUMENTS_FILE, np.concatenate(entries))
-    np.save(folder / HASHES_FILE, np.ascontiguousarray(np.concatenate(hashes).T))
+    write_hashes(folder, np.ascontiguousarray(np.concatenate(hashes).T))
+
+
+def write_hashes(folder: Path, hashes: np.ndarray) -> None:
+    """Writes the columns of hashes of a unit, (C, D) uint64, which it sorts in place, their orders and ranges."""
+    columns, documents = hashes.shape
+    order = np.empty((columns, documents), np.uint32)
+    ranges = np.full((columns, RANGES + 1), documents, np.uint32)
+    begins = np.arange(RANGES, dtype=np.uint64) * np.uint64((1 << 64) // RANGES)
+    for column in range(columns):
+        order[column] = np.argsort(hashes[column], kind="stable")
+        hashes[column] = hashes[column, order[column]]
+        ranges[column, :-1] = hashes[column].searchsorted(begins)
+    hashes.tofile(folder / HASHES_FILE)
+    order.tofile(folder / ORDER_FILE)
+    np.save(folder / RANGES_FILE, ranges)
 
 
 def _numbered(documents: Iterable[Document], limit: int) -> Iterator[tuple[int, Document]]:

@@ -198,7 +198,7 @@ class Ledger:
     def close(self, name: object) -> None:
         """Raises a RuntimeError if text of a source is neither kept nor left out; `name` is that of the unit."""
         for source, taken in self.text.items():
-            out = self.characters[source].total()
+            out = sum(self.characters.get(source, {}).values())
             if taken != self.kept[source] + out:
                 raise RuntimeError(
                     f"internal error: {name}: of {taken:,} characters of {source}, {self.kept[source]:,} are kept "
@@ -230,8 +230,8 @@ class Ledger:
         """Returns `counts` and `characters` by reason, over some sources or over all."""
         numbers, characters = Counter[str](), Counter[str]()
         for source in sources or list(self.counts):
-            numbers.update(self.counts[source])
-            characters.update(self.characters[source])
+            numbers.update(self.counts.get(source, {}))
+            characters.update(self.characters.get(source, {}))
         return numbers, characters
 
     def by_reason(self) -> dict[str, int]:
@@ -261,7 +261,7 @@ class Ledger:
         """Returns a line for each reason, and a warning where one takes over a fifth of a source."""
         lines = list[tuple[str, str]]()
         for source in ("", *sorted(self.counts)):  # first all sources together
-            chosen = [source] if source else list(self.counts)
+            chosen = [source] if source else list(self.text)
             numbers, characters = self.totals(*chosen)
             documents = max(sum(self.documents[name] for name in chosen), 1)
             text, taken = self.text_taken(*chosen), sum(self.text[name] for name in chosen)
@@ -318,7 +318,7 @@ def last_lines(corpus: Corpus) -> list[tuple[str, str]]:
         least = ledger.totals()[1]["records_file_damaged"]
         names = ", ".join(sample[2] for sample in ledger.samples["records_file_damaged"][:3])
         are = "file is" if damaged == 1 else "files are"
-        text = f"{damaged:,} {are} damaged ({names}): what it lost is unknown"
+        text = f"{damaged:,} {are} damaged ({names}): how much is lost is unknown"
         text += f"; the bytes that are left hold about {least:,} characters" if least else ""
         lines.append(("warning", f"{text}; get it again"))
     if similar := corpus.manifest["dropped"].get("documents_similar"):

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, HASHES_FILE, open_dropped
+from data_prep import build
+from data_prep.build import DOCUMENTS_FILE, DROPPED_TEXT, open_dropped
 from data_prep.ledger import Ledger
 from data_prep.overlap import BANDS
 from data_prep.pool import Pool, run_all
@@ -74,8 +75,9 @@ def merge(
         table = np.load(folder / DOCUMENTS_FILE)
         numbers = table["file"]
         for number in np.unique(numbers).tolist():
-            file = RowsFile(folder, number, kinds[numbers == number])
-            characters = table["characters"][numbers == number]
+            inside = slice(*numbers.searchsorted([number, number + 1]))  # a view takes no memory
+            file = RowsFile(folder, number, kinds[inside])
+            characters = table["characters"][inside]
             if size >= shard_bytes and file.kept.any():
                 groups.append([])
                 size = 0
@@ -200,34 +202,43 @@ def find_copies(
 ) -> list[np.ndarray]:
     """Returns for each unit, (D,) uint8, which documents are copies of earlier ones: a key of `COPIES`, or 0.
 
-    They have a hash of an earlier one in a column of `HASHES_FILE`. A document of which an earlier one is a near copy
-    is one itself, also if that one goes. A call finds those with hashes that are equal modulo the number of calls, so
-    that no process holds all of them.
+    They have a hash of an earlier one in a column of its unit. A document of which an earlier one is a near copy is one
+    itself, also if that one goes. A call finds those of some ranges of hashes: so each hash is read once, and no
+    process holds all of them.
     """
-    paths = [folder / HASHES_FILE for folder in folders]
-    sizes = [np.load(path, mmap_mode="r").shape[1] for path in paths]
-    kinds, parts = np.zeros(sum(sizes), np.uint8), 1 + sum(sizes) // PART
+    starts = np.stack([np.load(folder / build.RANGES_FILE) for folder in folders])
+    sizes = starts[:, 0, -1].tolist()  # of (U, C, RANGES + 1)
+    kinds, parts = np.zeros(sum(sizes), np.uint8), min(build.RANGES, 1 + sum(sizes) // PART)
     columns = [0] if exact else []
     columns += range(1, 1 if near == "keep" else 1 + BANDS)
-    calls = [(part, parts, paths, column) for column in columns for part in range(parts)]
+    cuts = [part * build.RANGES // parts for part in range(parts + 1)]
+    calls = [
+        (column, folders, sizes, starts[:, column, first], starts[:, column, last])
+        for column in columns
+        for first, last in pairwise(cuts)
+    ]
     for number, found in run_all(copies_in_part, calls, pool):
         kind = (NEAR if near == "drop" else SIMILAR) if columns[number // parts] else SAME
         kinds[found] = np.maximum(kinds[found], kind)
     return np.split(kinds, np.cumsum(sizes)[:-1])
 
 
-def copies_in_part(part: int, parts: int, paths: list[Path], column: int) -> np.ndarray:
+def copies_in_part(
+    column: int, folders: list[Path], sizes: list[int], starts: np.ndarray, stops: np.ndarray
+) -> np.ndarray:
     """Returns the indices, over all units, of documents of which an earlier one has the same hash in a column.
 
-    The hashes of a call are `part` modulo `parts`.
+    Of a unit of `sizes` documents it takes the hashes from `starts` to `stops`, (U,), in the order of the hashes.
     """
-    hashes, indices, first = list[np.ndarray](), list[np.ndarray](), 0
-    for path in paths:
-        of_unit = np.load(path, mmap_mode="r")[column]
-        inside = np.flatnonzero(of_unit % np.uint64(parts) == part)
-        hashes.append(of_unit[inside])
-        indices.append(inside + first)
-        first += len(of_unit)
+    hashes, indices, before = list[np.ndarray](), list[np.ndarray](), 0
+    for folder, size, start, stop in zip(
+        folders, sizes, starts.tolist(), stops.tolist(), strict=True
+    ):
+        place, count = column * size + start, stop - start
+        hashes.append(np.fromfile(folder / build.HASHES_FILE, np.uint64, count, offset=8 * place))
+        documents = np.fromfile(folder / build.ORDER_FILE, np.uint32, count, offset=4 * place)
+        indices.append(documents + np.int64(before))
+        before += size
     joined = np.concatenate(hashes)
     order = np.argsort(joined, kind="stable")  # equal hashes stay in the order of the input
     is_copy = joined[order[1:]] == joined[order[:-1]]

@@ -4,13 +4,14 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from itertools import islice
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,8 +30,6 @@ DASK = {
     "distributed.admin.low-level-log-length": 10,  # of messages, which hold the calls
     "distributed.admin.tick.interval": "1s",  # not 50 times a second
     "distributed.worker.profile.enabled": False,  # nor samples of what a worker does
-    # Ctrl-C is for the command, which then ends its workers.
-    "distributed.worker.preload": ["import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"],
 }
 LOCAL = {
     "threads_per_worker": 1,
@@ -63,7 +62,11 @@ def open_pool(workers: int, scheduler: str | None) -> Iterator[Pool]:
         return
     if scheduler is None:  # started now, it imports beside this process
         multiprocessing.set_forkserver_preload(PRELOADED)
+        # Ctrl-C is for the command, which then ends its workers: they inherit that it is blocked.
+        resource_tracker.ensure_running()  # which would unblock it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     import dask
     from distributed import Client
 

@@ -25,6 +25,15 @@ INPUT_HELP = (
 )
 
 
+def known_encoding(name: str) -> str:
+    """Returns the name of an encoding of text as Python knows it, or "" if it does not."""
+    try:
+        b"ab".decode(name, "replace")  # also fails for the codecs of Python that are no encodings
+        return codecs.lookup(name).name
+    except (LookupError, UnicodeError):
+        return ""
+
+
 class BuildOptions(Settings):
     """Options of the command that prepares a corpus: together with the text they decide its bytes."""
 
@@ -86,10 +95,9 @@ class BuildOptions(Settings):
     @field_validator("encoding")
     @classmethod
     def _encoding(cls, value: str) -> str:
-        try:
-            return codecs.lookup(value).name
-        except LookupError:
-            raise ValueError(f"no encoding that Python knows: {value}") from None
+        if name := known_encoding(value):
+            return name
+        raise ValueError(f"no encoding that Python knows: {value}")
 
     @property
     def rules(self) -> frozenset[str]:

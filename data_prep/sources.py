@@ -1,19 +1,15 @@
 """Lists what `--input` names: files and folders, and data sets of the Hub."""
 
-import lzma
 import os
 import re
 import stat
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import pyarrow as pa
-
-from data_prep.formats import FORMATS
-from data_prep.formats.base import Entry, Layout, Skipped, SourceFile, printable, stem
+from data_prep.formats import FORMATS, base
+from data_prep.formats.base import Entry, Layout, Skipped, SourceFile, printable
 from data_prep.formats.recognise import layout_of, missing_fields, recognise
 from data_prep.formats.tables import schema_paths
 from data_prep.ledger import skip_text
@@ -70,9 +66,9 @@ def _list_input(source: str, what: str, settings: BuildOptions) -> list[Entry]:
     is_data_set = any(os.path.isfile(f"{what}/{n}") for n in ("state.json", "dataset_dict.json"))
     if is_data_set or not os.path.lexists(what):
         return list(_list_data_set(source, what, is_data_set, settings))
-    base = os.path.basename(os.path.realpath(what))
-    whole = SourceFile(what, "", base, "", 0, "")
-    source = source or printable(base if os.path.isdir(what) else stem(whole))
+    last = os.path.basename(os.path.realpath(what))
+    whole = SourceFile(what, "", last, "", 0, "")
+    source = source or printable(last if os.path.isdir(what) else base.stem(whole))
     entries = list[Entry]()
     with progress_bar(0, "file", "list", delay=5.0) as bar:
         for entry in _walk(source, os.path.abspath(what), settings.output):
@@ -153,15 +149,15 @@ def _list_data_set(
             f"({first_line(error)}). Without a network, load it once where there is one "
             "(`datasets.load_dataset`), copy the cache and set HF_HUB_OFFLINE=1."
         ) from None
-    base = os.path.basename(os.path.realpath(what) if is_folder else hub)
+    last = os.path.basename(os.path.realpath(what) if is_folder else hub)
     splits = [data[key] for key in sorted(data)] if isinstance(data, dict) else [data]
     if reason := missing_fields(settings, schema_paths(splits[0].features.arrow_schema)):
         yield Skipped(printable(what), "missing_field", detail=reason)
         return
     for path in [entry["filename"] for part in splits for entry in part.cache_files]:
-        name = "/".join([base, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
+        name = "/".join([last, *Path(path).parts[-2:]])  # in the cache, the folder is the commit
         size, version = os.path.getsize(path), str(os.path.getmtime(path))
-        place = os.path.abspath(path), source or base, name
+        place = os.path.abspath(path), source or last, name
         layout = layout_of(settings, LAYOUTS.get(hub, "plain"))
         yield SourceFile(*place, "arrow", size, version, layout, hub="" if is_folder else hub)
 
@@ -191,15 +187,4 @@ def _inspect(settings: BuildOptions, file: Entry) -> Entry:
     except Exception as error:
         if reason := getattr(error, "strerror", ""):
             return file.skipped("unreadable", reason)
-        return file.skipped("damaged", describe_damage(file, error))
-
-
-def describe_damage(file: SourceFile, error: Exception) -> str:
-    """Returns how a file is damaged, from the error that reading it raised.
-
-    A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.
-    """
-    is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
-    if not is_torn and getattr(error, "errno", None) is not None:
-        raise UserError(f"{file}: cannot be read: {first_line(error)}; try again.") from error
-    return first_line(error)
+        return file.skipped("damaged", base.describe_damage(file, error))

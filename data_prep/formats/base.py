@@ -11,14 +11,16 @@ import json
 import lzma
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import IO, Any, Literal, NamedTuple
 
 import pyarrow as pa
 
 from data_prep.ledger import Left, size, skip_text
-from data_prep.settings import BuildOptions
+from data_prep.settings import BuildOptions, known_encoding
+from multicls.errors import UserError, first_line
 
 LONGEST_RECORD = 1 << 26  # bytes of a line, a page or an object; a longer line is cut
 LONGEST_DOCUMENT = 1 << 22  # characters of a plain text, after which the next blank line ends it
@@ -114,7 +116,6 @@ class Format(NamedTuple):
     magic: re.Pattern[bytes] | None = None  # the first bytes of a binary format
     can_cut: bool = False  # shares of a large file can be read apart
     fields: Callable[[SourceFile], Iterable[str]] | None = None  # of its first records
-    layout: Layout = "plain"
     needs: tuple[str, str] = ("", "")  # a module, and the command that installs it
 
 
@@ -127,6 +128,56 @@ def register(*formats: Format) -> None:
 
 
 # Records.
+
+
+def read_records(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
+    """Yields the documents and bad records of a file; what cannot be read of it is the last one.
+
+    Raises a UserError if the file is out of reach.
+    """
+    seen = 0
+    try:
+        for record in FORMATS[file.format].read(file, settings):
+            seen += record.characters if isinstance(record, BadRecord) else size(record.text)
+            yield record
+    except UserError:
+        raise
+    except Exception as error:
+        text = describe_damage(file, error)
+        yield bad(file, f"{file.start}-damaged", "records_file_damaged", text, unread(file, seen))
+
+
+def attempt(file: SourceFile, record: object, data: bytes, make: Callable[[], Record]) -> Record:
+    """Returns what `make` returns for the bytes of a record; its error costs this record and no other."""
+    try:
+        return make()
+    except Exception as error:
+        text = data.decode(UTF8, "replace")
+        shown = f"{type(error).__name__}: {first_line(error)}: {text}"
+        return bad(file, record, "documents_failed", shown, size(text))
+
+
+def describe_damage(file: SourceFile, error: Exception) -> str:
+    """Returns how a file is damaged, from the error that reading it raised.
+
+    A file that could not be reached is a `UserError`: it must not be left out, the next try may succeed.
+    """
+    is_torn = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException))
+    if not is_torn and getattr(error, "errno", None) is not None:
+        raise UserError(f"{file}: cannot be read: {first_line(error)}; try again.") from error
+    return first_line(error)
+
+
+def unread(file: SourceFile, seen: int) -> int:
+    """Estimates the characters of a damaged file after the `seen` ones: one a byte, or compressed as many as before."""
+    if not file.packed or file.stream is not None:
+        return max(file.size - seen, 0)
+    with open(file.path, "rb") as raw:
+        stream = OPENERS[file.packed](raw)
+        with suppress(Exception):
+            while stream.read(1 << 20):
+                pass
+        return round(seen * max(file.size / max(raw.tell(), 1) - 1, 0))
 
 
 def document(file: SourceFile, record: object, title: str, text: str, **more: Any) -> RawDocument:
@@ -149,14 +200,6 @@ def valid(text: str) -> str:
     return text.encode(UTF8, "surrogatepass").decode(UTF8, "replace")
 
 
-def known_encoding(name: str) -> str:
-    """Returns the name of an encoding as Python knows it, or "" if it does not."""
-    try:
-        return codecs.lookup(name).name
-    except LookupError:
-        return ""
-
-
 def declared_encoding(head: bytes, content_type: str = "") -> str:
     """Returns the encoding that a page or its HTTP header declares, or ""."""
     pattern = r"""charset=["']?([\w-]+)|<\?xml[^>]*encoding=["']([\w-]+)"""
@@ -168,8 +211,8 @@ def declared_encoding(head: bytes, content_type: str = "") -> str:
 
 def stem(file: SourceFile) -> str:
     """Returns the name of a file without folder, suffix and suffix of compression."""
-    base, suffix = os.path.splitext(os.path.basename(file.name))
-    return os.path.splitext(base)[0] if suffix[1:].lower() in OPENERS else base
+    root, suffix = os.path.splitext(os.path.basename(file.name))
+    return os.path.splitext(root)[0] if suffix[1:].lower() in OPENERS else root
 
 
 def printable(path: str) -> str:

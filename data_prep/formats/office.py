@@ -16,7 +16,8 @@ from data_prep.settings import BuildOptions
 
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _PDF_READER = ("pypdfium2", "pip install pypdfium2")
-_READ_PARTS = ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml")
+_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+_READ_PARTS = [re.compile(rf"word/{n}\d*\.xml") for n in ("document", "footnotes", "endnotes")]
 
 
 def _member(book: zipfile.ZipFile, name: str) -> bytes:
@@ -32,22 +33,35 @@ def _docx(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
         texts = dict[str, str]()
         for name in book.namelist():
             if name.startswith("word/") and name.endswith(".xml") and "/_" not in name:
-                root = ElementTree.fromstring(_member(book, name))
-                texts[name] = "\n\n".join(map(_paragraph, root.iter(f"{_WORD}p")))
-    text = "\n\n".join(texts.pop(name) for name in _READ_PARTS if name in texts)
+                paragraphs = _paragraphs(ElementTree.fromstring(_member(book, name)))
+                texts[name] = "\n\n".join(filter(None, paragraphs))
+    read = [name for part in _READ_PARTS for name in texts if part.fullmatch(name)]
+    if not read:
+        raise EOFError("it has no word/document.xml")
+    text = "\n\n".join(map(texts.pop, read))
     out = tuple(left("parts_not_read", part) for part in texts.values() if part.strip())
     yield document(file, 0, stem(file), text, layout="paragraphs", left=out)
 
 
-def _paragraph(paragraph: ElementTree.Element) -> str:
-    """Returns the text of a paragraph: its runs, with a blank for tabs and breaks."""
-    parts = list[str]()
-    for element in paragraph.iter():
-        if element.tag == f"{_WORD}t":
-            parts.append(element.text or "")
-        elif element.tag in (f"{_WORD}tab", f"{_WORD}br", f"{_WORD}cr"):
-            parts.append(" ")
-    return "".join(parts)
+def _paragraphs(element: ElementTree.Element) -> list[str]:
+    """Returns the text of an element outside the paragraphs in it, with a blank for tabs and breaks, and then these.
+
+    A text box lies inside a paragraph and holds others; its second form, for old programs, is passed over.
+    """
+    text, paragraphs = "", list[str]()
+    for child in element:
+        if child.tag == f"{_WORD}t":
+            text += child.text or ""
+        elif child.tag in (f"{_WORD}tab", f"{_WORD}br", f"{_WORD}cr"):
+            text += " "
+        elif child.tag != _FALLBACK:
+            own, *inner = _paragraphs(child)
+            if child.tag == f"{_WORD}p":
+                paragraphs += [own, *inner]
+            else:
+                text += own
+                paragraphs += inner
+    return [text, *paragraphs]
 
 
 def _epub(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:

@@ -8,16 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from data_prep.formats import base
-from data_prep.formats.base import (
-    FORMATS,
-    OPENERS,
-    UTF8,
-    Entry,
-    Layout,
-    Skipped,
-    SourceFile,
-    open_bytes,
-)
+from data_prep.formats.base import FORMATS, UTF8, Entry, Layout, Skipped, SourceFile
 from data_prep.settings import BuildOptions
 from multicls.errors import did_you_mean
 
@@ -41,11 +32,11 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
 
     Raises what reading its first bytes raises.
     """
-    with open_bytes(file) as raw:
+    with base.open_bytes(file) as raw:
         head = raw.read(HEAD_BYTES)
     if packed := base.packing(head, file.name):
         file = file._replace(packed=packed)
-        with open_bytes(file) as stream:
+        with base.open_bytes(file) as stream:
             head = _head(stream)
     suffix = suffix_of(file.name)
     found = _by_head(file, suffix, head, settings)
@@ -59,7 +50,7 @@ def recognise(file: SourceFile, settings: BuildOptions) -> Entry:
     if module and is_needed and not _is_installed(module):
         return file.skipped("not_installed", command)
     is_markdown = settings.format == "auto" and suffix in _MARKDOWN
-    return found._replace(layout=layout_of(settings, "markdown" if is_markdown else chosen.layout))
+    return found._replace(layout=layout_of(settings, "markdown" if is_markdown else "plain"))
 
 
 def _is_installed(module: str) -> bool:
@@ -143,8 +134,8 @@ def _guess(text: str, suffix: str) -> str:
 
 def suffix_of(name: str) -> str:
     """Returns the suffix of a file, in small letters, without that of compression."""
-    base, suffix = os.path.splitext(name.lower())
-    return os.path.splitext(base)[1] if suffix[1:] in OPENERS else suffix
+    root, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(root)[1] if suffix[1:] in base.OPENERS else suffix
 
 
 def missing_fields(settings: BuildOptions, found: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ def _table(read: Rows, file: SourceFile, settings: BuildOptions) -> Iterator[Rec
         if isinstance(row, base.BadRecord):
             yield row
             continue
+        row = {settings.text_field[0]: row} if isinstance(row, str) else row
         record = row if isinstance(row, dict) else {}
         name = number if record.get("id") is None else record["id"]
         texts, out = list[str](), list[Left]()
@@ -223,7 +224,9 @@ def _csv_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, An
     with open_bytes(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         header = text.readline()
-        names = next(_reader([header], file, header))
+        cells = next(_reader([header], file, header))
+        # A second column of a name is "name.1", as in pandas.
+        names = [f"{n}.{cells[:i].count(n)}" if n in cells[:i] else n for i, n in enumerate(cells)]
         for number, cells in enumerate(_reader(text, file, header)):
             if len(cells) == len(names):
                 yield number, dict(zip(names, cells, strict=True))
@@ -273,7 +276,11 @@ def schema_paths(fields: Iterable[Any], prefix: str = "") -> list[str]:
 
 def _arrow_rows(file: SourceFile, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file of a data set; a share in bytes has its part of the rows."""
-    data = pa.PythonFile(file.stream) if file.stream else pa.memory_map(file.path)
+    if file.stream or file.packed:
+        with open_bytes(file) as stream:
+            data: Any = pa.BufferReader(stream.read())
+    else:
+        data = pa.memory_map(file.path)
     is_file = data.read(6) == b"ARROW1"
     data.seek(0)
     table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(data).read_all()

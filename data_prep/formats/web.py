@@ -3,6 +3,7 @@
 import re
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from typing import IO, Any
 
@@ -27,6 +28,11 @@ class _Visible(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.parts, self.title, self._unseen = list[str](), "", ""
+
+    def parse_html_declaration(self, i: int) -> int:
+        """Passes over `<![...>`, a comment to browsers, for some of which the library raises an error."""
+        is_section = self.rawdata.startswith("<![", i)
+        return self.parse_bogus_comment(i) if is_section else super().parse_html_declaration(i)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self._unseen = self._unseen or (tag if tag in _UNSEEN else "")
@@ -95,7 +101,8 @@ def _warc(file: SourceFile, settings: BuildOptions) -> Iterator[Record]:
             data = record.content_stream().read()
             text = data.decode(declared_encoding(data[:4096], kind) or "utf-8", "replace")
             if "html" in kind:
-                yield _page(file, name, "", text, settings)
+                page = partial(_page, file, name, "", text, settings)
+                yield base.attempt(file, name, data, page)
             elif kind.startswith("text/plain"):
                 yield document(file, name, "", text, layout="paragraphs")
             else:

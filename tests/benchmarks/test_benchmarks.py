@@ -1,11 +1,13 @@
 """The harness on invented samples, and the flags of each script."""
 
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import data_prep
 from benchmarks.harness import Report, ratio, take_turns
 from multicls.evaluation import Scores
 from multicls.passages import Passages
@@ -58,6 +60,21 @@ def test_first_look_finds_next_passages() -> None:
     )
     change = many.difference(more, fewer)
     assert 0.0 < change.low < 0.6 < change.high <= 1.0 and change.mean == pytest.approx(0.6)
+
+
+def test_scale_finds_copies_and_windows_and_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3,000 documents in units of 1,000, a tenth of the second and third are copies; each row has a window."""
+    monkeypatch.setattr(data_prep, "UNIT", 1000)
+    monkeypatch.setattr(data_prep, "ROWS", 1000)
+    report = Report("Scale")
+    data_prep.measure_scale(3000, tmp_path, report)
+    assert "3,000 documents:" in report.text and "| 200 copies |" in report.text
+    windows, gigabytes = re.findall(r"\| ([\d,]+) windows \| ([\d.e-]+) ", report.text)[0]
+    assert 2900 < int(windows.replace(",", "")) < 3000, "about one in a hundred is held out"
+    assert 8 * 1000 < float(gigabytes) * 1e9 < 1e6
+    assert not any(tmp_path.iterdir())
 
 
 def test_each_script_names_a_wrong_flag_without_torch() -> None:

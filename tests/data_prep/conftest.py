@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.examples import SpecialIds
+from data_prep.formats import read_documents
 from data_prep.formats.base import Skipped, SourceFile
 from data_prep.prepare import LARGE_UNIT, SMALL_UNIT, group_units, prepare
-from data_prep.read import read_documents
 from data_prep.settings import BuildOptions
 from data_prep.sources import list_inputs
 from multicls.corpus import Corpus

@@ -150,13 +150,22 @@ def test_copies_in_ranges_of_hashes_are_those_of_a_plain_loop(
     folders, seen = [tmp_path / str(number) for number in range(4)], set[int]()
     for folder, hashes in zip(folders, units, strict=True):
         folder.mkdir()
-        np.save(folder / build.HASHES_FILE, hashes[None])
+        build.write_hashes(folder, hashes[None].copy())
     found = merge.find_copies(folders, True, "keep", None)
     for hashes, copies in zip(units, found, strict=True):
         for value, is_copy in zip(hashes.tolist(), copies.tolist(), strict=True):
             assert is_copy == (value in seen) * merge.SAME
             seen.add(value)
     assert not np.concatenate(merge.find_copies(folders, False, "keep", None)).any()
+
+
+def test_a_set_of_hashes_is_a_plain_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "RECENT", 3)
+    values = [5, 5, 2**64 - 1, 0, 7, 0, 5, 2**64 - 1, 2**63, 3, 7, 9, 3, 2**63]
+    hashes, plain = build.HashSet(), set[int]()
+    for value in values:
+        assert hashes.add(value) == (value not in plain)
+        plain.add(value)
 
 
 # Determinism and interruptions.
@@ -456,6 +465,9 @@ def test_no_process_outlives_the_command(how: signal.Signals, command: Any, tmp_
     process = start(words, tmp_path / "out")
     workers = workers_of(process.pid)
     assert len(workers) >= 2
+    for pid in workers:  # from their start, when Ctrl-C may come as well
+        blocked = re.search(r"SigBlk:\s(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert blocked and int(blocked[1], 16) & 1 << signal.SIGINT - 1
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     printed, errors = process.communicate()
     assert process.returncode == {signal.SIGINT: 130}.get(how, -how)
@@ -693,7 +705,7 @@ def test_a_truncated_file_is_a_warning_though_nothing_remains_to_estimate_from(
     lines = last_lines(prepared(tiny_tokenizer, tmp_path / "out", tmp_path / "a.jsonl.gz"))
     assert "at most 100.0% of the text" in dict(lines)["kept"]
     (warning,) = (text for name, text in lines if name == "warning")
-    assert warning.startswith("1 file is damaged") and "what it lost is unknown" in warning
+    assert warning.startswith("1 file is damaged") and "how much is lost is unknown" in warning
 
 
 def test_a_sentence_has_at_most_8191_tokens(corpus_of: Make) -> None:

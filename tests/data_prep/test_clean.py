@@ -285,8 +285,8 @@ def test_samples_and_counts_do_not_depend_on_the_order() -> None:
 def test_shares_remedies_and_warnings() -> None:
     drops = Ledger()
     raw = RawDocument("notes", "a#0", "", "", "plain")
-    drops.documents.update(notes=10, wiki=1000)
-    drops.text.update(notes=1000, wiki=9000)
+    drops.documents.update(notes=10, wiki=900, whole=100)
+    drops.text.update(notes=1000, wiki=8600, whole=400)  # the last one loses nothing
     for _ in range(3):
         drops.add("documents_too_short", raw, "short", 20)
     sizes = {"heading": 210, "markup": 199, "of_tables": 11, "quoted": 9}  # near the limits
@@ -295,7 +295,8 @@ def test_shares_remedies_and_warnings() -> None:
     drops.add("lines_end_matter", raw._replace(source="wiki"), "Lane", 1700)
     assert drops.by_reason()["documents_too_short"] == 3
     drops.keep("notes", 511)
-    drops.keep("wiki", 7300)
+    drops.keep("wiki", 6900)
+    drops.keep("whole", 400)
     drops.close("test")
     assert (drops.whole(), f"{drops.share():.1%}") == (1007, "78.1%")
     assert f"{drops.share(600, 200):.2%}" == "58.58%", "three of four bytes were read"

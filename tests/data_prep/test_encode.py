@@ -132,9 +132,7 @@ def test_tokens_are_those_of_the_whole_text(
     """Documents are divided into texts of five sentences, each with the one before as context."""
     monkeypatch.setattr(encode, "TEXT_SENTENCES", 5)
     parts = json.loads(FAMILIES[kind][1]().backend_tokenizer.to_str())
-    if (
-        parts["model"]["type"] == "Unigram"
-    ):  # so that a space before a sentence is a token of its own
+    if parts["model"]["type"] == "Unigram":  # a space before a sentence is then a token of its own
         parts["model"]["vocab"] += [[letter, -9.0] for letter in sorted(set(CHINESE_TEXT) - {" "})]
     tokenizer = Tokenizer.from_str(json.dumps(parts))
     encoder = TextEncoder(tokenizer.to_str())

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from data_prep import formats
-from data_prep.formats import FORMATS
+from data_prep.formats import FORMATS, web
 from data_prep.formats.base import BadRecord, RawDocument
-from data_prep.ledger import REASONS
+from data_prep.ledger import REASONS, size
 from data_prep.settings import BuildOptions
 from multicls.errors import UserError
 from multicls.files import REPOSITORY
 from multicls.settings import parse
 from tests.data_prep.conftest import listed, read_all, story
+from tests.data_prep.test_ledger import arrow
 
 
 def reason_of(path: Path, **values: Any) -> str:
@@ -70,8 +71,10 @@ def test_encodings(tmp_path: Path) -> None:
     assert document.text == f"{text} {story(9)}"
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "B\xe4r"}\n' * 9)
     assert {d.text for d in read_all(tmp_path / "a.jsonl", encoding="latin-1")} == {"Bär"}
-    words = "--input x --tokenizer x --output x --encoding utf-9"
-    with pytest.raises(UserError, match="no encoding that Python knows: utf-9"):
+    (tmp_path / "b.html").write_text(f"<html><meta charset=rot13><p>{story(9)}</p>")
+    assert read_all(tmp_path / "b.html", without=["main_text"])[0].text == story(9)
+    words = "--input x --tokenizer x --output x --encoding rot13"
+    with pytest.raises(UserError, match="no encoding that Python knows: rot13"):
         parse(BuildOptions, words.split(), prog="run.py")
 
 
@@ -94,7 +97,9 @@ def record(kind: str, content: bytes, content_type: str) -> bytes:
 
 
 def test_web_archives_by_record(tmp_path: Path) -> None:
-    page = "<html><title>T</title><body>" + "".join(f"<p>{story(6, i)}</p>" for i in range(4))
+    page = "<html><title>T</title><body><![foo[x]]>" + "".join(
+        f"<p>{story(6, i)}</p>" for i in range(4)
+    )
     page += "<p>Der Bär saß.</p></body></html>"
     http = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n\r\n"
     image = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n\x89PNG"
@@ -116,6 +121,8 @@ def test_members_of_archives(tmp_path: Path) -> None:
     members = {
         "deep/a.txt": story(9).encode(),
         "b.jsonl.gz": gzip.compress(b'{"text": "It ran."}\n'),
+        "b.arrow": arrow(["He sat."]),
+        "b.arrow.gz": gzip.compress(arrow(["She sat."])),
         "c.png": b"\x89PNG" + bytes(99),
         "d.py": b"x = 1",
         "e.zip": b"PK\x03\x04",
@@ -129,9 +136,10 @@ def test_members_of_archives(tmp_path: Path) -> None:
             entry.size = len(content)
             tape.addfile(entry, io.BytesIO(content))
             packed.writestr(name, content)
+    texts = [story(9), "It ran.", "He sat.", "She sat."]
     for name in ("a.tar.gz", "a.zip"):
         records = read_all(tmp_path / name)
-        assert [r.text for r in records if isinstance(r, RawDocument)] == [story(9), "It ran."]
+        assert [r.text for r in records if isinstance(r, RawDocument)] == texts
         assert records[0].id == f"{name}/deep/a.txt#0"
         bad = {r.text.partition(":")[0]: r.characters for r in records if isinstance(r, BadRecord)}
         assert bad == {"c.png": 0, "d.py": 5, "e.zip": 4}, "bytes of what may be text"
@@ -141,6 +149,38 @@ def test_members_of_archives(tmp_path: Path) -> None:
     ] == "records_file_damaged"
 
 
+def test_a_broken_member_or_record_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a zip, also one whose own bytes are damaged; in a Web archive, a page at which the library fails."""
+    texts = [story(9, i) for i in range(3)]
+    members = {"a.txt": texts[0], "b.pdf": "%PDF-1.4", "c.docx": "PK\x03\x04", "d.txt": texts[1]}
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as packed:
+        for name, text in {**members, "e.txt": "It ran.", "f.txt": texts[2]}.items():
+            packed.writestr(name, text)
+    data = (tmp_path / "a.zip").read_bytes().replace(b"It ran.", b"It rxn.", 1)
+    (tmp_path / "a.zip").write_bytes(data)
+    records = read_all(tmp_path / "a.zip")
+    assert [r.text for r in records if isinstance(r, RawDocument)] == texts
+    bad = [
+        (r.reason, r.id.split("/")[-1], r.characters) for r in records if isinstance(r, BadRecord)
+    ]
+    names = {"b.pdf#0-damaged": 8, "c.docx#0-damaged": 4, "a.zip#e.txt": 7}
+    assert bad == [("records_file_damaged", *pair) for pair in names.items()]
+    http = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"
+    pages = [record("response", f"{http}<p>{t}</p>".encode(), "application/http") for t in texts]
+    (tmp_path / "a.warc").write_bytes(b"".join(pages))
+    visible = web.visible_text
+
+    def fails(page: str) -> tuple[str, str]:
+        return visible(page) if texts[1] not in page else ("", str(page.index("none")))
+
+    monkeypatch.setattr(web, "visible_text", fails)
+    one, failed, three = read_all(tmp_path / "a.warc", without=["main_text"])
+    assert (one.text, three.text) == (texts[0], texts[2])
+    assert (failed.reason, failed.characters) == ("documents_failed", size(f"<p>{texts[1]}</p>"))
+
+
 MAIL = """From anna at example.org  Mon Jan  8 10:01:00 2024
 From: anna at example.org (Anna)
 Subject: [pumps] noise
@@ -148,7 +188,7 @@ Message-ID: <1@example.org>
 
 The pump is loud.
 
-From the start it was.
+>From the start it was.
 
 From otto at example.org  Mon Jan  8 11:01:00 2024
 From: otto at example.org (Otto)
@@ -196,6 +236,34 @@ def test_a_message_with_parts(tmp_path: Path) -> None:
     assert (document.title, document.text) == ("Bär", "Der Bär\nran.")
     (entry,) = document.left
     assert (entry.reason, entry.text, entry.characters) == ("attachments", "a.csv: text/csv", 3)
+
+
+def test_all_that_a_reader_of_mail_sees_is_text(tmp_path: Path) -> None:
+    """Texts between images, and a forwarded message; of two forms one that is not blank. The rest is counted."""
+    inner = EmailMessage()
+    inner.set_content("She ran.")
+    inner.add_alternative("<p>She ran.</p>", subtype="html")
+    message = EmailMessage()
+    message.set_content("It ran.")
+    message.add_attachment(b"\x89PNG", maintype="image", subtype="png", disposition="inline")
+    message.add_attachment("We ran.", disposition="inline")
+    message.add_attachment(inner, disposition="inline")
+    blank = EmailMessage()
+    blank.set_content(" ")
+    blank.add_alternative("<p>You ran.</p>", subtype="html")
+    message.add_attachment(blank, disposition="inline")
+    message.add_attachment(inner, filename="kept.eml")
+    (tmp_path / "a.eml").write_bytes(b"MIME-Version: 1.0\n" + message.as_bytes())
+    (document,) = read_all(tmp_path / "a.eml")
+    assert document.text.split() == ["It", "ran.", "We", "ran.", "She", "ran.", "You", "ran."]
+    files = [
+        ("without a name: image/png", 0),
+        ("kept.eml: message/rfc822", size("She ran.") * 2 + 7),
+    ]
+    assert [entry[1:3] for entry in document.left] == files
+    (tmp_path / "b.eml").write_text("MIME-Version: 1.0\nContent-Type: multipart/mixed\n\nIt ran.\n")
+    (document,) = read_all(tmp_path / "b.eml")
+    assert document.left[0][1:3] == ("without a name: multipart/mixed", size("It ran."))
 
 
 def test_attachments_count_the_characters_of_text_and_nothing_of_images(tmp_path: Path) -> None:
@@ -252,6 +320,23 @@ def test_word_documents_have_their_notes_and_count_headers(tmp_path: Path) -> No
     (document,) = read_all(tmp_path / "a.docx")
     assert document.text.split() == ["It", "ran.", "A", "note."]
     assert document.left == (("parts_not_read", "Draft 1 ", len("Draft1"), 1),)
+
+
+def test_text_boxes_of_word_documents_stand_once(tmp_path: Path) -> None:
+    """A box has a second form for old programs. A file without the document is damaged."""
+    space = "http://schemas.openxmlformats.org/"
+    names = (
+        f'xmlns:w="{space}wordprocessingml/2006/main" xmlns:m="{space}markup-compatibility/2006"'
+    )
+    box = "<w:p><w:r><w:t>A box.</w:t></w:r></w:p>"
+    choice = f"<m:Choice>{box}</m:Choice><m:Fallback>{box}</m:Fallback>"
+    text = f"<w:p><w:r><w:t>It ran</w:t>{choice}<w:t> far.</w:t></w:r></w:p><w:p><w:r><w:t>End.</w:t></w:r></w:p>"
+    for name in ("document2", "other"):
+        with zipfile.ZipFile(tmp_path / f"{name}.docx", "w") as book:
+            book.writestr(f"word/{name}.xml", f"<w:x {names}>{text}</w:x>")
+    document, bad = read_all(tmp_path)
+    assert document.text.split("\n\n") == ["It ran far.", "A box.", "End."]
+    assert (bad.reason, bad.text) == ("records_file_damaged", "it has no word/document.xml")
 
 
 def pdf(lines: list[str]) -> bytes:

@@ -21,11 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.clean import clean
-from data_prep.formats import FORMATS, base
+from data_prep.formats import FORMATS, base, read_documents
 from data_prep.formats.base import BadRecord, SourceFile
 from data_prep.formats.recognise import HEAD_BYTES
 from data_prep.prepare import group_units
-from data_prep.read import read_documents
 from data_prep.settings import RULES
 from multicls.errors import UserError
 from tests.data_prep.conftest import listed, options, prepared, read_all, story

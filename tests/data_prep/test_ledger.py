@@ -309,6 +309,11 @@ def test_paths_of_fields_and_what_lies_beside_them(tmp_path: Path) -> None:
     for field, text in (("body.text", "It ran."), ("body.parts.t", "A cat.\n\nA dog.")):
         for name in ("a.jsonl", "saved", "a.parquet"):
             assert read_all(tmp_path / name, text_field=[field])[0].text == text, name
+    (tmp_path / "b.json").write_text('["A cat.", "It ran."]')  # rows that are texts themselves
+    assert [d.text for d in read_all(tmp_path / "b.json")] == ["A cat.", "It ran."]
+    (tmp_path / "c.csv").write_text("text,text\nA cat.,It ran.\n")
+    for field, text in (("text", "A cat."), ("text.1", "It ran.")):
+        assert read_all(tmp_path / "c.csv", text_field=[field])[0].text == text
     with pytest.raises(UserError, match=r"Did you mean 'body.text'"):
         listed(tmp_path / "a.jsonl", text_field=["body.txt"])
 

@@ -106,7 +106,7 @@ def test_a_key_of_any_band_makes_a_near_copy(tmp_path: Path) -> None:
     for band in range(14):
         hashes[1 + band, 2 * band + 1] = hashes[1 + band, 2 * band]
     hashes[0, 28] = hashes[0, 0]
-    np.save(tmp_path / build.HASHES_FILE, hashes)
+    build.write_hashes(tmp_path, hashes)
     for near, kind in (("keep", 0), ("report", merge.SIMILAR), ("drop", merge.NEAR)):
         (kinds,) = merge.find_copies([tmp_path], True, near, None)  # type: ignore[arg-type]
         assert kinds.tolist() == [0, kind] * 14 + [merge.SAME]

@@ -98,23 +98,15 @@ def test_text_without_full_stops_is_cut_at_clauses_and_blanks() -> None:
     assert "".join(cut_long("字" * 1000)) == "字" * 1000
 
 
-@pytest.mark.parametrize(
-    ("length", "pieces"),
-    [
-        (1000, [1000]),
-        (1010, [399, 399, 210]),
-        (1400, [399, 399, 600]),
-        (1410, [399, 399, 399, 210]),
-    ],
-)
-def test_lengths_of_pieces(length: int, pieces: list[int]) -> None:
+PIECES = [(1000, [1000]), (1010, [399, 399, 210]), (1400, [399, 399, 600])]
+PIECES += [(1410, [399, 399, 399, 210])]
+WIDE_PIECES = [(300, [300]), (301, [150, 151]), (375, [150, 225]), (376, [150, 150, 76])]
+
+
+def test_lengths_of_pieces() -> None:
     """Over 1,000 characters a text is cut at the last blank before 400, while over 600 characters are left."""
-    assert list(map(len, cut_long("ninechars " * (length // 10 - 1) + "ninecharsx"))) == pieces
-
-
-@pytest.mark.parametrize(
-    ("length", "pieces"),
-    [(300, [300]), (301, [150, 151]), (375, [150, 225]), (376, [150, 150, 76])],
-)
-def test_lengths_of_pieces_without_blanks(length: int, pieces: list[int]) -> None:
-    assert list(map(len, cut_long("字" * length))) == pieces
+    for length, pieces in PIECES:
+        text = "ninechars " * (length // 10 - 1) + "ninecharsx"
+        assert list(map(len, cut_long(text))) == pieces
+    for length, pieces in WIDE_PIECES:  # without blanks
+        assert list(map(len, cut_long("字" * length))) == pieces
