@@ -164,8 +164,8 @@ def check_sentence_transformers(folder: Path) -> None:
     ids = model.tokenizer("bal [MASK]")["input_ids"]
     assert model.tokenizer.mask_token_id not in ids  # all text is text
     torch.testing.assert_close(model.similarity(found, found).diagonal(), torch.ones(3))
-    parts = {"config_kwargs": {"embedding": "mean+cls"}}
-    model = SentenceTransformer(str(folder), device="cpu", **TRUST, **parts)
+    parts = {"embedding": "mean+cls"}
+    model = SentenceTransformer(str(folder), device="cpu", config_kwargs=parts, **TRUST)
     assert model.encode(TEXTS).shape == (3, model.get_embedding_dimension()) == (3, 64)
 
 
