@@ -58,7 +58,7 @@ SYSTEMS = {  # rows of the table of all systems: name in the records, and views
     "original model, 256 tokens": ("original_256", BOTH),
     "adapted model, 64 tokens": ("adapted_64", OF_FACETS),
     "adapted model, 256 tokens": ("adapted_256", OF_FACETS),
-    "adapted with a teacher, 256 tokens": ("teacher_256", ("mean+topics",)),
+    "adapted with a teacher, 256 tokens": ("teacher_256", OF_FACETS[1:]),
     "masked LM": ("mlm", ("mean+topics",)),
     "SimCSE": ("simcse", ("mean+topics",)),
     "TSDAE": ("tsdae", ("cls+topics",)),
