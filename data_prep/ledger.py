@@ -269,8 +269,10 @@ class Ledger:
                 entry, number = REASONS[reason], numbers[reason]
                 of_documents = number / documents if entry.unit == "documents" else 0.0
                 share = characters[reason] / max(text if entry.is_loss else taken, 1)
-                is_large = max(of_documents, share) > (WARNING_SHARE if source else REPORTED_SHARE)
-                if source and not (is_large and entry.is_loss):
+                is_warned = entry.is_loss and max(of_documents, share) > WARNING_SHARE
+                is_large = max(of_documents, share) > REPORTED_SHARE
+                is_shown_elsewhere = not is_warned if source else is_warned and len(self.text) == 1
+                if is_shown_elsewhere:
                     continue
                 line = f"{number:,} {reason}{self._example(reason)}."
                 if not entry.is_loss and (is_large or entry.has_example):

@@ -312,6 +312,11 @@ def test_shares_remedies_and_warnings() -> None:
         ("warning", "30.0%", "6.0%", "documents_too_short"),
     ]
     assert all("To keep them: --" in text for _, text in drops.report())
+    alone = Ledger()
+    alone.documents.update(notes=10)
+    alone.text.update(notes=1000)
+    alone.add("lines_heading", raw, "Title", 210)
+    assert [name for name, _ in alone.report()] == ["warning"], "one line for one loss"
 
 
 def test_what_extractors_leave_is_mended() -> None:

@@ -76,7 +76,7 @@ def test_the_last_lines_the_manifest_and_the_samples(
     build(tiny_tokenizer, tmp_path, *flags.split(), source="tales=")
     printed = capsys.readouterr().out
     assert "1 of 1 document" in printed and "--recipe" not in printed
-    assert "warning:  pretraining needs two documents; --documents blank_line" in printed
+    assert "warning: pretraining needs two documents; --documents blank_line" in printed
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert str(tmp_path) not in json.dumps(manifest)
     chosen, packages = (manifest["made_from"][name] for name in ("settings", "packages"))
