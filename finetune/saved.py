@@ -123,7 +123,7 @@ class SavedSystem:
 
     @property
     def shift(self) -> Array:
-        """What `predict` subtracts from each output, (C,) or (1,): the logit of each label's threshold."""
+        """Returns what `predict` subtracts from each output, (C,) or (1,): the logit of each label's threshold."""
         return np.asarray(getattr(self.system, "shift", np.zeros(1)))
 
     def predict(self, texts: Sequence[tuple[str, ...]]) -> Array:
