@@ -50,7 +50,7 @@ class Task:
 
     @property
     def kind(self) -> LabelType:
-        """What a label is."""
+        """Returns what a label is."""
         several: LabelType = "multi_label" if self.multi_label else "class"
         return "score" if self.is_regression else several
 

@@ -65,7 +65,7 @@ def test_first_look_finds_next_passages() -> None:
 def test_scale_finds_copies_and_windows_and_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 3,000 documents in units of 1,000, a tenth of the second and third are copies; each row has a window."""
+    """A tenth of the second and third of three units of 1,000 documents are copies; each row has a window."""
     monkeypatch.setattr(data_prep, "UNIT", 1000)
     monkeypatch.setattr(data_prep, "ROWS", 1000)
     report = Report("Scale")

@@ -152,7 +152,7 @@ def test_members_of_archives(tmp_path: Path) -> None:
 def test_a_broken_member_or_record_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a zip, also one whose own bytes are damaged; in a Web archive, a page at which the library fails."""
+    """A member of a zip may have damaged bytes; at a page of a Web archive the library may fail."""
     texts = [story(9, i) for i in range(3)]
     members = {"a.txt": texts[0], "b.pdf": "%PDF-1.4", "c.docx": "PK\x03\x04", "d.txt": texts[1]}
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as packed:

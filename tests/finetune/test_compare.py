@@ -239,7 +239,7 @@ def test_refused(
 def test_heads_on_facets_are_those_of_models_with_facets(
     tmp_path: Path, tiny_bert: Path, tiny_multicls: Path
 ) -> None:
-    """So one name compares a trained model's facets with the mean of the original."""
+    """One name of a system compares a trained model's facets with the mean of the original."""
     options, systems = compare.CompareOptions(), dict[str, Any]()
     rows = Rows("class", np.arange(2), [("a",), ("b",)])
     for name, folder in (("old", tiny_bert), ("new", tiny_multicls)):
